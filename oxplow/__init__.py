@@ -5,6 +5,9 @@ first use, so that `oxplow --version` and the parts without tensors start at onc
 Invariant: `__all__` is exactly what a user may rely on; a golden file pins it.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from oxplow.errors import (
     CapacityError,
     ConfigError,
@@ -16,16 +19,42 @@ from oxplow.errors import (
     WeightError,
 )
 
+if TYPE_CHECKING:
+    from oxplow.config import RuntimeConfig, load_config
+    from oxplow.trace import EventRing
+
 __version__ = "0.1.0"
 
 __all__ = [
     "CapacityError",
     "ConfigError",
     "ContractError",
+    "EventRing",
     "KernelUnavailable",
     "OxplowError",
     "RequestError",
+    "RuntimeConfig",
     "TransferError",
     "WeightError",
     "__version__",
+    "load_config",
 ]
+
+# name -> module that defines it; resolved by __getattr__ on first use.
+_LAZY = {
+    "EventRing": "oxplow.trace",
+    "RuntimeConfig": "oxplow.config",
+    "load_config": "oxplow.config",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Resolve a lazy export; raise AttributeError for any other name."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'oxplow' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names, the lazy ones too."""
+    return sorted(__all__)

@@ -1,0 +1,38 @@
+"""Settings: what a person may choose, where each value came from, and what was decided.
+
+Owns every setting and is the only reader of configuration files, of the environment and of flags.
+It must not know torch, a model or a device: the caller fills `Facts` in.
+Invariant: configs are frozen; nothing is patched after loading, `resolve` returns a new object.
+"""
+
+from oxplow.config.load import LoadedConfig, Setting, load_config
+from oxplow.config.records import (
+    CacheConfig,
+    ComputeConfig,
+    DtypeName,
+    Facts,
+    KernelPreference,
+    LogConfig,
+    LogLevel,
+    ResolvedConfig,
+    RuntimeConfig,
+    TraceConfig,
+    resolve,
+)
+
+__all__ = [
+    "CacheConfig",
+    "ComputeConfig",
+    "DtypeName",
+    "Facts",
+    "KernelPreference",
+    "LoadedConfig",
+    "LogConfig",
+    "LogLevel",
+    "ResolvedConfig",
+    "RuntimeConfig",
+    "Setting",
+    "TraceConfig",
+    "load_config",
+    "resolve",
+]
