@@ -7,7 +7,7 @@ Invariant: names are unique and equal the contract's own.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from oxplow.contracts import dense
+from oxplow.contracts import dense, hyper, kda, mla, moe, sampling, vision
 from oxplow.contracts.schema import OpContract
 from oxplow.errors import ContractError
 
@@ -21,4 +21,12 @@ def _catalogue(*families: tuple[OpContract, ...]) -> Mapping[str, OpContract]:
     return MappingProxyType(by_name)
 
 
-CONTRACTS: Mapping[str, OpContract] = _catalogue(dense.CONTRACTS)
+CONTRACTS: Mapping[str, OpContract] = _catalogue(
+    dense.CONTRACTS,
+    hyper.CONTRACTS,
+    kda.CONTRACTS,
+    mla.CONTRACTS,
+    moe.CONTRACTS,
+    vision.CONTRACTS,
+    sampling.CONTRACTS,
+)

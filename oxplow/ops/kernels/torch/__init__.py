@@ -3,8 +3,16 @@
 One family per file; `KERNELS` concatenates the families.
 """
 
-from oxplow.ops.kernels.torch import dense
+from oxplow.ops.kernels.torch import dense, hyper, kda, mla, moe, sampling, vision
 
 __all__ = ["KERNELS"]
 
-KERNELS = (*dense.KERNELS,)
+KERNELS = (
+    *dense.KERNELS,
+    *hyper.KERNELS,
+    *kda.KERNELS,
+    *mla.KERNELS,
+    *moe.KERNELS,
+    *vision.KERNELS,
+    *sampling.KERNELS,
+)

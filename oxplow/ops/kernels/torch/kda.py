@@ -1,0 +1,5 @@
+"""Portable kda kernels (being written)."""
+
+from oxplow.ops.table import Kernel
+
+KERNELS: tuple[Kernel, ...] = ()

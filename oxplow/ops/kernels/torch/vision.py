@@ -1,0 +1,5 @@
+"""Portable vision kernels (being written)."""
+
+from oxplow.ops.table import Kernel
+
+KERNELS: tuple[Kernel, ...] = ()
