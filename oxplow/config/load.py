@@ -58,18 +58,21 @@ _SECTIONS: tuple[tuple[str, type], ...] = (
     ("log", LogConfig),
     ("trace", TraceConfig),
 )
-_KERNELS_DOC = "kernels to try first for this op, best first"
+_KERNELS_DOC = "the kernel that must serve this op"
 
 
 def load_config(
     path: Path | None = None,
     overrides: Mapping[str, object] | None = None,
     environ: Mapping[str, str] | None = None,
+    *,
+    override_origin: str = "override",
 ) -> LoadedConfig:
     """Read defaults, file, environment and `overrides`, and return the checked result.
 
     `overrides` maps dotted keys such as "compute.device" to values; a None value is "not given".
-    `environ` stands in for the process environment in tests.
+    `override_origin` says where they came from, such as "--set". `environ` stands in for the
+    environment of the process in tests.
     Raises ConfigError for an unreadable file, an unknown key or a value out of range.
     """
     env = os.environ if environ is None else environ
@@ -82,7 +85,7 @@ def load_config(
         given[_known(key, origin)] = (value, origin)
     for key, value in (overrides or {}).items():
         if value is not None:
-            given[_known(key, f"override {key}")] = (value, f"override {key}")
+            given[_known(key, override_origin)] = (value, override_origin)
     return _build(given)
 
 
@@ -174,29 +177,16 @@ def _build(given: Mapping[str, tuple[object, str]]) -> LoadedConfig:
                     doc=f.metadata["doc"],
                 )
             )
-    kernels: list[KernelPreference] = []
+    wishes: list[KernelPreference] = []
     for key in sorted(k for k in given if k.startswith("kernels.")):
         raw, origin = given[key]
-        names = _names(key, raw, origin)
-        kernels.append(KernelPreference(op=key.removeprefix("kernels."), kernels=names))
+        name = str(_coerce(key, raw, origin, str))
+        wishes.append(KernelPreference(op=key.removeprefix("kernels."), kernel=name))
         settings.append(
-            Setting(key=key, value=names, origin=origin, env=_env_name(key), doc=_KERNELS_DOC)
+            Setting(key=key, value=name, origin=origin, env=_env_name(key), doc=_KERNELS_DOC)
         )
-    runtime = RuntimeConfig(kernels=tuple(kernels), **sections)  # type: ignore[arg-type]
+    runtime = RuntimeConfig(kernels=tuple(wishes), **sections)  # type: ignore[arg-type]
     return LoadedConfig(runtime=runtime, settings=tuple(settings))
-
-
-def _names(key: str, raw: object, origin: str) -> tuple[str, ...]:
-    """Read a list of names: a TOML array or a comma-separated text."""
-    parts = raw.split(",") if isinstance(raw, str) else raw
-    if isinstance(parts, list | tuple) and all(isinstance(p, str) and p.strip() for p in parts):
-        return tuple(p.strip() for p in parts)
-    raise ConfigError(
-        f"setting {key} is not a list of names",
-        got=repr(raw),
-        wanted='"a,b" or ["a", "b"]',
-        where=origin,
-    )
 
 
 _WHOLE = re.compile(r"[+-]?[0-9]+")

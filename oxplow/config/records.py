@@ -115,15 +115,15 @@ class TraceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPreference:
-    """Name the kernels to try first for one op, best first."""
+    """Name the kernel that must serve one op; where it cannot, the start fails with its reason."""
 
     op: str
-    kernels: tuple[str, ...]
+    kernel: str
 
     def __post_init__(self) -> None:
         """Check that both sides are named; raises ConfigError."""
-        if not self.op.strip() or not self.kernels or not all(k.strip() for k in self.kernels):
-            raise _bad(f"kernels.{self.op}", self.kernels, "one or more kernel names")
+        if not self.op.strip() or not self.kernel.strip():
+            raise _bad(f"kernels.{self.op}", self.kernel, "the name of a kernel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +136,9 @@ class RuntimeConfig:
     trace: TraceConfig = field(default_factory=TraceConfig)
     kernels: tuple[KernelPreference, ...] = ()
 
-    def preferred_kernels(self, op: str) -> tuple[str, ...]:
-        """Return the kernels to try first for `op`, best first; empty when nothing was asked."""
-        return next((p.kernels for p in self.kernels if p.op == op), ())
+    def preferred_kernels(self) -> dict[str, str]:
+        """Return the wished kernel by op, as the op table's selection takes it."""
+        return {wish.op: wish.kernel for wish in self.kernels}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
