@@ -101,7 +101,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     """Say which known name is meant, or list them all when none is near."""
     known = sorted(names)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else "one of " + ", ".join(known)
+    return f"{near[0]}, the nearest name" if near else "one of " + ", ".join(known)
 
 
 def _known(key: str, origin: str) -> str:
