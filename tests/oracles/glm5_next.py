@@ -63,9 +63,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
 )
 # Stored as FP8 blocks: MLA projections without kv_b, and every MLP. Never KDA, indexer or vision.
-FP8_PROJECTIONS = (
-    "q_a_proj q_b_proj kv_a_proj_with_mqa o_proj gate_proj up_proj down_proj".split()
-)
+FP8_PROJECTIONS = "q_a_proj q_b_proj kv_a_proj_with_mqa o_proj gate_proj up_proj down_proj".split()
 
 __all__ = ["Glm5NextOracle", "build", "main"]
 

@@ -13,6 +13,7 @@ from one. Sources: transformers 5.24 `conversion_mapping.py` ("kimi_linear"), vL
 import argparse
 import json
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,11 +133,8 @@ def randomise(model: KimiLinearForCausalLM, generator: torch.Generator) -> None:
 def released_tensors(model: KimiLinearForCausalLM) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor under its released name; transformers fuses experts and convolutions."""
     for name, value in model.state_dict().items():
-        is_moe = model.config.mlp_layer_types[int(name.split(".")[2])] == "sparse" if (
-            name.startswith("model.layers.")
-        ) else False
         name = name.replace(".forget_gate.", ".")
-        if is_moe:
+        if ".mlp." in name and model.config.mlp_layer_types[int(name.split(".")[2])] == "sparse":
             name = name.replace(".mlp.", ".block_sparse_moe.")
         if name.endswith(".experts.gate_up_proj"):
             for expert, fused in enumerate(value):
@@ -224,7 +222,10 @@ def _build(directory: Path, plan: KimiLinearOracle) -> dict[str, object]:
     )
     write_json(directory / "config.json", config)
     # Read back from the file: the layer schedule below is what transformers makes of the lists.
-    parsed = KimiLinearConfig.from_pretrained(directory)
+    with warnings.catch_warnings():
+        # The released file has `rope_scaling: null`, a field that transformers has renamed.
+        warnings.simplefilter("ignore", FutureWarning)
+        parsed = KimiLinearConfig.from_pretrained(directory)
     model = KimiLinearForCausalLM._from_config(parsed, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(plan.seed + 1)
     randomise(model, generator)
