@@ -1,0 +1,1 @@
+"""The network: specs, checkpoints, layers and mixers over a frozen op table."""
