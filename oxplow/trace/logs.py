@@ -45,7 +45,7 @@ class JsonlFormatter(logging.Formatter):
         row |= {k: v for k, v in fields.items() if k not in _STANDARD and k not in row}
         if record.exc_info:
             row["exception"] = self.formatException(record.exc_info)
-        return json.dumps(plain(row), allow_nan=False, ensure_ascii=False)
+        return json.dumps(plain(row), allow_nan=False)
 
 
 def open_log(path: Path, *, rank: int = 0) -> logging.Handler:
