@@ -209,7 +209,9 @@ def test_damaged_event_file_is_refused_with_its_line(
     kept = data.draw(st.integers(0, len(lines[number]) - 1))
     lines[number] = lines[number][:kept]
     path.write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match=rf"e\.jsonl:{number + 1}\)"):
+    # A last line that is gone altogether is missed by the count, after the line before it.
+    at = number if kept == 0 and number == len(lines) - 1 else number + 1
+    with pytest.raises(ConfigError, match=rf"e\.jsonl:{at}\)"):
         read_events(path)
 
 

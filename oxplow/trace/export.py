@@ -20,6 +20,7 @@ def write_events(snapshot: Snapshot, path: Path) -> None:
     header = {
         "format": "oxplow-events",
         "version": 1,
+        "events": len(snapshot.events),
         "dropped": snapshot.dropped,
         "rank": snapshot.rank,
         "wall_ns": snapshot.wall_ns,
@@ -45,6 +46,8 @@ def read_events(path: Path) -> Snapshot:
                 row["phase"], row["kind"] = Phase(row["phase"]), EventType(row["kind"])
                 row["lane"] = Lane(row["lane"])
                 events.append(Event(**row))
+            if len(events) != header["events"]:
+                raise ValueError(f"{len(events)} events, the header says {header['events']}")
             return Snapshot(
                 events=tuple(events),
                 dropped=header["dropped"],
