@@ -14,8 +14,8 @@ from math import prod
 
 from oxplow.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes per element of every format that a component may have."""
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element of every format that a component may have; float64 serves truth runs only."""
 
 
 class Per(Enum):

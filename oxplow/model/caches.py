@@ -17,7 +17,12 @@ from oxplow.cache.spec import Component, Per
 LayerCaches: TypeAlias = dict[str, Tensor]
 """The pools of one layer by component name: [blocks, ...] or [slots, ...]."""
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 class CacheTensors:

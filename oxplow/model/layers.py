@@ -16,6 +16,11 @@ from oxplow.model.weights import FP8_BLOCK, Checkpoint, Matrix
 from oxplow.ops.table import OpTable
 
 
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Widen x to float32 unless it is wider already (truth runs in float64 stay there)."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
 class Linear:
     """y = x W^T (+ b); plain weights or FP8 blocks that stay one byte in memory."""
 

@@ -27,7 +27,12 @@ from oxplow.model.weights import Checkpoint, Progress, read_config
 from oxplow.ops.table import OpTable
 
 _FAMILIES = {kind: family for family in (glm, kimi) for kind in family.MODEL_TYPES}
-_CACHE_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_CACHE_FORMATS = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

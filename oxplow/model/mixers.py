@@ -16,7 +16,7 @@ from torch import Tensor
 
 from oxplow.cache.spec import Component, Per
 from oxplow.model.caches import LayerCaches
-from oxplow.model.layers import JoinedLinear, Linear, take_linear, take_norm
+from oxplow.model.layers import JoinedLinear, Linear, at_least_fp32, take_linear, take_norm
 from oxplow.model.spec import IndexSpec, MixerKind, MlaSpec, TextSpec
 from oxplow.model.step import Rows, StepInput
 from oxplow.model.weights import Checkpoint
@@ -85,9 +85,10 @@ class KdaMixer:
     def components(self) -> tuple[Component, ...]:
         """State [H, V, K] in fp32, and the window of raw conv inputs [3, H*d, width-1] (q, k, v by the first axis)."""
         kda = self._kda
+        state = "float64" if self._options.dtype == "float64" else "float32"  # never narrower: model.md 8
         return (
             Component(
-                layer=self._layer, name="state", per=Per.SLOT, dtype="float32", shard_axis=0,
+                layer=self._layer, name="state", per=Per.SLOT, dtype=state, shard_axis=0,
                 shape=(kda.num_heads, kda.head_dim, kda.head_dim),
             ),
             Component(
@@ -102,7 +103,7 @@ class KdaMixer:
         raw, low_decay, low_gate, beta = self._project(x)
         decay = self._decay(low_decay).view(-1, kda.num_heads, kda.head_dim)
         g = self._ops.kda_gate(decay, self._a_log, self._dt_bias, lower_bound=kda.lower_bound)
-        beta = beta.float().sigmoid()
+        beta = at_least_fp32(beta).sigmoid()
         parts = []
         if step.decode is not None:
             parts.append(self._decode(raw, g, beta, step.decode, caches))
@@ -289,7 +290,7 @@ class SparseMlaMixer:
             rows.computed_tokens,
             rows.cu_seqlens,
         )
-        return weights.float() * self.index.num_heads**-0.5
+        return at_least_fp32(weights) * self.index.num_heads**-0.5
 
     def select(self, low_query: Tensor, head_weights: Tensor, rows: Rows, caches: LayerCaches) -> Tensor:
         """Return the selected positions [rows, S] int32 of each row's own sequence, -1 padded."""

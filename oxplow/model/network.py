@@ -17,7 +17,7 @@ from oxplow.cache.spec import Component
 from oxplow.errors import ConfigError
 from oxplow.model.caches import CacheTensors
 from oxplow.model.ffn import DenseFfn, MoeFfn
-from oxplow.model.layers import Embedding, Linear, RmsNorm
+from oxplow.model.layers import Embedding, Linear, RmsNorm, at_least_fp32
 from oxplow.model.mixers import Mixer, Observe
 from oxplow.model.mtp import DraftBlock
 from oxplow.model.residual import Site
@@ -96,8 +96,8 @@ class HybridModel:
         return x
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [L, V] of normed hidden rows [L, D]."""
-        return self.head(hidden).float()
+        """Return logits [L, V], at least float32, of normed hidden rows [L, D]."""
+        return at_least_fp32(self.head(hidden))
 
     @torch.inference_mode()
     def encode(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:

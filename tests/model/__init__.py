@@ -1,0 +1,1 @@
+"""Tests of the network: agreement with transformers, invariances, checkpoint loading."""
