@@ -1,0 +1,3 @@
+"""Top of the test tree: the oracles' fixtures and the `--oracle` option."""
+
+pytest_plugins = ["tests.oracles.fixtures"]
