@@ -1,6 +1,7 @@
 """A small driver for model tests: requests with blocks and slots of their own, no scheduler.
 
-Blocks are handed out scattered and slots in odd order on purpose, so that nothing may rely on neighbours.
+Blocks are handed out scattered and slots in odd order on purpose, so that nothing may rely on
+neighbours.
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ from oxplow.model.step import Embeds, SequenceRows, build_step
 class Driver:
     """Runs requests on a model, one forward pass per `step` call."""
 
-    def __init__(self, model: HybridModel, *, num_blocks: int = 64, num_slots: int = 8, seed: int = 0) -> None:
+    def __init__(
+        self, model: HybridModel, *, num_blocks: int = 64, num_slots: int = 8, seed: int = 0
+    ) -> None:
         self.model = model
         self.caches = CacheTensors(
-            model.components(), num_blocks=num_blocks, num_slots=num_slots, device=torch.device("cpu")
+            model.components(),
+            num_blocks=num_blocks,
+            num_slots=num_slots,
+            device=torch.device("cpu"),
         )
         for layer in {c.layer for c in self.caches.components}:
             for pool in self.caches[layer].values():

@@ -1,8 +1,10 @@
-"""What a layer keeps for a request, as data: named components with shapes, formats, bytes and shard axes.
+"""What a layer keeps for a request, as data: named components with shapes, formats, bytes and
+shard axes.
 
-Owns the component record and its arithmetic. Knows no tensors, no torch and no model; a mixer declares its
-components, the engine sizes and allocates them, hand-over and prefix reuse list them.
-Invariant: a component is one named array with its own shard axis; nothing slices bytes out of another.
+Owns the component record and its arithmetic. Knows no tensors, no torch and no model; a mixer
+declares its components, the engine sizes and allocates them, hand-over and prefix reuse list
+them. Invariant: a component is one named array with its own shard axis; nothing slices bytes out
+of another.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Component:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(
-                f"cache component {self.name}: unknown format", got=self.dtype, wanted=sorted(DTYPE_BYTES)
+                f"cache component {self.name}: unknown format",
+                got=self.dtype,
+                wanted=sorted(DTYPE_BYTES),
             )
 
     @property

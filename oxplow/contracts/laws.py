@@ -27,7 +27,8 @@ UNIT_ROUNDOFF: Mapping[torch.dtype, float] = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Outcome of one check: `reason` is empty when it passed, else one sentence with got and wanted.
+    """Outcome of one check: `reason` is empty when it passed, else one sentence with got and
+    wanted.
 
     `worst` is the largest error in units of its bound (1.0 is the limit); 0.0 for exact checks.
     """
@@ -85,13 +86,15 @@ class Exact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Close:
-    """Elementwise bound  factor * (u32 * sqrt(length) * scale + baseline error) + roundings * u_out * |truth|.
+    """Elementwise bound  factor * (u32 * sqrt(length) * scale + baseline error) + roundings *
+    u_out * |truth|.
 
-    `length(args)` is the longest accumulation behind one element. `scale` is `magnitude(args)` when given
-    (the reference on absolute values: the |A||B| of the dot bound), else the root mean square of the truth
-    over the last axis. `calibrated` adds the row-wise error of the float32 reference, for ops whose
-    conditioning the dot bound does not see (recurrences, softmax, Sinkhorn); never the candidate's own.
-    `roundings` counts casts to the output dtype on the way (1: only the last).
+    `length(args)` is the longest accumulation behind one element. `scale` is `magnitude(args)`
+    when given (the reference on absolute values: the |A||B| of the dot bound), else the root mean
+    square of the truth over the last axis. `calibrated` adds the row-wise error of the float32
+    reference, for ops whose conditioning the dot bound does not see (recurrences, softmax,
+    Sinkhorn); never the candidate's own. `roundings` counts casts to the output dtype on the way
+    (1: only the last).
     """
 
     length: Callable[[Mapping[str, Any]], int]
@@ -110,10 +113,14 @@ class Close:
         allowed = UNIT_ROUNDOFF[torch.float32] * max(1, self.length(evidence.args)) ** 0.5 * scale
         if self.calibrated:
             allowed = allowed + _row_rms(evidence.baseline.double() - truth)
-        return self.factor * allowed + self.roundings * UNIT_ROUNDOFF[evidence.got.dtype] * truth.abs()
+        return (
+            self.factor * allowed + self.roundings * UNIT_ROUNDOFF[evidence.got.dtype] * truth.abs()
+        )
 
     def judge(self, evidence: Evidence) -> Verdict:
-        """Compare elementwise; finite where the truth is not (overwritten poison), or the reverse, fails at once."""
+        """Compare elementwise; finite where the truth is not (overwritten poison), or the
+        reverse, fails at once.
+        """
         if evidence.got.numel() == 0:
             return Verdict(ok=True)
         got, truth = evidence.got.double(), evidence.truth.double()
@@ -139,18 +146,21 @@ class Close:
             ok=False,
             worst=top,
             index=at,
-            reason=f"error {error[at].item():.3e} at {at} is {top:.3g} times the law's {bound[at].item():.3e}: "
+            reason=f"error {error[at].item():.3e} at {at} is {top:.3g} times "
+            f"the law's {bound[at].item():.3e}: "
             f"got {got[at].item():.9g}, wanted {truth[at].item():.9g}",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picks:
-    """Rows of chosen indices (top-k, routing): equal as sets, except across a margin the law cannot see.
+    """Rows of chosen indices (top-k, routing): equal as sets, except across a margin the law
+    cannot see.
 
-    `scores(args)` gives the float64 scores [rows, candidates] from which `got` [rows, k] was picked (-1 pads);
-    `margin(args)` the largest score error the law allows, [rows] or [rows, candidates]. An index that
-    is in one set only must have a score within 2 margins of the cut; exact ties go to the lowest index.
+    `scores(args)` gives the float64 scores [rows, candidates] from which `got` [rows, k] was
+    picked (-1 pads); `margin(args)` the largest score error the law allows, [rows] or [rows,
+    candidates]. An index that is in one set only must have a score within 2 margins of the cut;
+    exact ties go to the lowest index.
     """
 
     scores: Callable[[Mapping[str, Any]], torch.Tensor]
@@ -174,7 +184,9 @@ class Picks:
             slack = 2 * float(margin[row].max())
             gap = max(abs(scores[row, i].item() - cut) for i in odd)
             if gap > slack:
-                return _pick_failure(row, mine, want, f"score gap {gap:.3e} over the margin {slack:.3e}")
+                return _pick_failure(
+                    row, mine, want, f"score gap {gap:.3e} over the margin {slack:.3e}"
+                )
             extra, lost = sorted(set(mine) - set(want)), sorted(set(want) - set(mine))
             if any(scores[row, e] == scores[row, m] and e > m for e in extra for m in lost):
                 return _pick_failure(row, mine, want, "an exact tie went to the higher index")

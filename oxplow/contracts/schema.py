@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from oxplow.contracts.laws import Check
 from oxplow.errors import ContractError
 
-Value: TypeAlias = torch.Tensor | int | float | bool | None
+Value: TypeAlias = Any
 Args: TypeAlias = dict[str, Value]
 
 
@@ -37,8 +37,8 @@ class Role(Enum):
 class TensorSpec:
     """One tensor of an op: a role and named axes, outermost first.
 
-    An axis is a name ("T"), or an expression of names understood by `Axes` ("W-1", "T/4"). `optional`
-    tensors may be None. The axis letters are explained in the contract's `axes`.
+    An axis is a name ("T"), or an expression of names understood by `Axes` ("W-1", "T/4").
+    `optional` tensors may be None. The axis letters are explained in the contract's `axes`.
     """
 
     role: Role
@@ -63,9 +63,9 @@ class CaseKind(Enum):
 class Case:
     """A recipe for fresh inputs: `build(generator)` returns every argument of the op by name.
 
-    Floating tensors come in float32 (or exactly float8 for E4M3); the examiner rounds ACT tensors to the
-    dtype under examination before both the reference and the candidate see them. `note` says which
-    fault the case excites, where `kind` is EXCITATION.
+    Floating tensors come in float32 (or exactly float8 for E4M3); the examiner rounds ACT tensors
+    to the dtype under examination before both the reference and the candidate see them. `note`
+    says which fault the case excites, where `kind` is EXCITATION.
     """
 
     name: str
@@ -76,7 +76,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Least work of one call: bytes that must move and floating point operations that must be done."""
+    """Least work of one call: bytes that must move and floating point operations that must be
+    done.
+    """
 
     bytes: int
     flops: int
@@ -94,10 +96,11 @@ class Constraint:
 class OpContract:
     """The meaning of one op.
 
-    `inputs` are in call order, `scalars` follow them as keywords. `reference(**args)` is pure: it works
-    in the dtype of its floating inputs (float64 under examination), mutates nothing and returns every
-    output and the new value of every tensor in `mutates`, by name. `checks` names one check for each
-    of these. `cost(args)` counts the floor. `dtypes` lists the activation dtypes the op is examined in.
+    `inputs` are in call order, `scalars` follow them as keywords. `reference(**args)` is pure: it
+    works in the dtype of its floating inputs (float64 under examination), mutates nothing and
+    returns every output and the new value of every tensor in `mutates`, by name. `checks` names
+    one check for each of these. `cost(args)` counts the floor. `dtypes` lists the activation
+    dtypes the op is examined in.
     """
 
     name: str
@@ -136,16 +139,21 @@ class OpContract:
         for case in self.cases:
             if case.name == name:
                 return case
-        raise ContractError(f"contract {self.name}: no case {name!r}, has {[c.name for c in self.cases]}")
+        raise ContractError(
+            f"contract {self.name}: no case {name!r}, has {[c.name for c in self.cases]}"
+        )
 
     def validate(self, args: Args) -> dict[str, int]:
-        """Check names, ranks, axis sizes and constraints of `args`; return the size of every named axis.
+        """Check names, ranks, axis sizes and constraints of `args`; return the size of every
+        named axis.
 
         Raises ContractError that names the op, the tensor, what it got and what was wanted.
         """
         wanted = [*self.inputs, *self.scalars]
         if sorted(args) != sorted(wanted):
-            raise ContractError(f"{self.name}: got arguments {sorted(args)}, wanted {sorted(wanted)}")
+            raise ContractError(
+                f"{self.name}: got arguments {sorted(args)}, wanted {sorted(wanted)}"
+            )
         sizes: dict[str, int] = {}
         for name, spec in self.inputs.items():
             _bind_axes(self.name, name, spec, args[name], sizes)
@@ -155,7 +163,7 @@ class OpContract:
         return sizes
 
 
-def _bind_axes(op: str, name: str, spec: TensorSpec, value: Value, sizes: dict[str, int]) -> None:
+def _bind_axes(op: str, name: str, spec: TensorSpec, value: object, sizes: dict[str, int]) -> None:
     if value is None and spec.optional:
         return
     if not isinstance(value, torch.Tensor):
@@ -163,9 +171,13 @@ def _bind_axes(op: str, name: str, spec: TensorSpec, value: Value, sizes: dict[s
     if value.ndim != len(spec.axes):
         raise ContractError(f"{op}: {name} has shape {tuple(value.shape)}, wanted axes {spec.axes}")
     for axis, got in zip(spec.axes, value.shape, strict=True):
-        if not axis.isidentifier():  # an expression such as "N+1" or a literal: judged once all names are known
+        if (
+            not axis.isidentifier()
+        ):  # an expression such as "N+1" or a literal: judged once all names are known
             continue
         if sizes.setdefault(axis, got) != got:
             raise ContractError(
-                f"{op}: {name} has {axis} = {got} in shape {tuple(value.shape)}, wanted {sizes[axis]}"
+                f"{op}: {name} has {axis} = {got}",
+                got=tuple(value.shape),
+                wanted=f"{axis} = {sizes[axis]}",
             )

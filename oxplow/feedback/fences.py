@@ -1,7 +1,8 @@
 """Fenced and poisoned memory for the correctness gate.
 
-Owns guard zones around tensors and an allocation mode that hands poisoned, guarded buffers to a kernel.
-Knows nothing of contracts. Invariant: every byte of a guard is known, so a single stray write is seen.
+Owns guard zones around tensors and an allocation mode that hands poisoned, guarded buffers to a
+kernel. Knows nothing of contracts. Invariant: every byte of a guard is known, so a single stray
+write is seen.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _EMPTY = {
 
 
 class Fence:
-    """A copy of a tensor inside a larger buffer whose margins are NaN (or -1) and are checked later."""
+    """A copy of a tensor inside a larger buffer whose margins are NaN (or -1) and are checked
+    later.
+    """
 
     def __init__(self, source: Tensor, device: torch.device) -> None:
         self.inner, self._buffer, self._start = _guarded(tuple(source.shape), source.dtype, device)
@@ -52,7 +55,9 @@ def fenced(source: Tensor, device: torch.device) -> Fence:
 
 
 class PoisonedAllocations(TorchDispatchMode):
-    """While active, uninitialised allocations are NaN (or -1) inside guards: unwritten outputs show."""
+    """While active, uninitialised allocations are NaN (or -1) inside guards: unwritten outputs
+    show.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,9 +77,13 @@ class PoisonedAllocations(TorchDispatchMode):
         return all(_guards_intact(buffer, start, inner) for buffer, start, inner in self._made)
 
 
-def _guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, int]:
+def _guarded(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, int]:
     size = torch.Size(shape).numel() * dtype.itemsize
-    buffer = torch.full((GUARD_BYTES + size + GUARD_BYTES,), _NAN_BYTE, dtype=torch.uint8, device=device)
+    buffer = torch.full(
+        (GUARD_BYTES + size + GUARD_BYTES,), _NAN_BYTE, dtype=torch.uint8, device=device
+    )
     inner = buffer[GUARD_BYTES : GUARD_BYTES + size].view(dtype).view(shape)
     return inner, buffer, GUARD_BYTES
 

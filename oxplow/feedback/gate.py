@@ -1,9 +1,9 @@
 """The correctness gate: one kernel, one contract case, one verdict with a locus.
 
-Owns the examination: fresh inputs in fenced, NaN-poisoned memory, poisoned output allocations, the float64
-reference, the contract's checks, untouched inputs and repeatability. Knows nothing of timing or models.
-Invariant: the order is fixed (shape and dtype, alias, fences, untouched inputs, numerics, repeatability) and
-the candidate never sees the reference's tensors.
+Owns the examination: fresh inputs in fenced, NaN-poisoned memory, poisoned output allocations,
+the float64 reference, the contract's checks, untouched inputs and repeatability. Knows nothing of
+timing or models. Invariant: the order is fixed (shape and dtype, alias, fences, untouched inputs,
+numerics, repeatability) and the candidate never sees the reference's tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The verdict on one kernel and case: reason, the tensor at fault, one sentence, the error in bounds."""
+    """The verdict on one kernel and case: reason, the tensor at fault, one sentence, the error
+    in bounds.
+    """
 
     op: str
     kernel: str
@@ -66,8 +68,12 @@ class _Stop(Exception):  # noqa: N818 - carries a verdict, never leaves this mod
         self.reason, self.tensor, self.detail, self.worst = reason, tensor, detail, worst
 
 
-def cast_args(contract: OpContract, args: Args, dtype: torch.dtype, weight: torch.dtype | None = None) -> Args:
-    """Round ACT tensors to `dtype` and WEIGHT tensors to `weight` (default: `dtype`); leave the rest alone."""
+def cast_args(
+    contract: OpContract, args: Args, dtype: torch.dtype, weight: torch.dtype | None = None
+) -> Args:
+    """Round ACT tensors to `dtype` and WEIGHT tensors to `weight` (default: `dtype`); leave the
+    rest alone.
+    """
     roles = {Role.ACT: dtype, Role.WEIGHT: weight or dtype}
     cast: Args = {}
     for name, value in args.items():
@@ -79,7 +85,9 @@ def cast_args(contract: OpContract, args: Args, dtype: torch.dtype, weight: torc
 def reference_values(contract: OpContract, args: Args, dtype: torch.dtype) -> dict[str, Tensor]:
     """Run the contract's reference with every floating input widened to `dtype` on fresh copies."""
     wide = {
-        k: v.detach().cpu().to(dtype if v.is_floating_point() else v.dtype).clone() if isinstance(v, Tensor) else v
+        k: v.detach().cpu().to(dtype if v.is_floating_point() else v.dtype).clone()
+        if isinstance(v, Tensor)
+        else v
         for k, v in args.items()
     }
     return contract.reference(**wide)
@@ -115,7 +123,9 @@ def examine(
         second = _run_fenced(contract, run, args, device)
         for name, value in first.items():
             if not torch.equal(value.view(torch.uint8), second[name].view(torch.uint8)):
-                raise _Stop(Reason.UNREPEATABLE, name, "a second call on the same inputs gave other bits")
+                raise _Stop(
+                    Reason.UNREPEATABLE, name, "a second call on the same inputs gave other bits"
+                )
     except _Stop as stop:
         return finding(stop.reason, stop.tensor, stop.detail, stop.worst)
     return finding(Reason.PASSED, worst=worst)
@@ -154,7 +164,9 @@ def _run_fenced(
 def _named_outputs(contract: OpContract, args: Args, result: object) -> dict[str, Tensor]:
     values = () if result is None else result if isinstance(result, tuple) else (result,)
     if len(values) != len(contract.outputs):
-        raise _Stop(Reason.FORM, "", f"returned {len(values)} values, wanted {list(contract.outputs)}")
+        raise _Stop(
+            Reason.FORM, "", f"returned {len(values)} values, wanted {list(contract.outputs)}"
+        )
     named: dict[str, Tensor] = {}
     for (name, spec), value in zip(contract.outputs.items(), values, strict=True):
         if type(value) is not Tensor:
@@ -171,7 +183,11 @@ def _output_dtype(contract: OpContract, role: Role, args: Args) -> torch.dtype |
         return torch.float32
     if role is not Role.ACT:
         return None
-    acts = [args[n].dtype for n, s in contract.inputs.items() if s.role is Role.ACT and isinstance(args[n], Tensor)]
+    acts = [
+        args[n].dtype
+        for n, s in contract.inputs.items()
+        if s.role is Role.ACT and isinstance(args[n], Tensor)
+    ]
     return acts[0] if acts else None
 
 
@@ -181,7 +197,11 @@ def _judge(contract: OpContract, args: Args, got: dict[str, Tensor]) -> float:
     worst = 0.0
     for name, value in got.items():
         if value.shape != truth[name].shape:
-            raise _Stop(Reason.FORM, name, f"has shape {tuple(value.shape)}, wanted {tuple(truth[name].shape)}")
+            raise _Stop(
+                Reason.FORM,
+                name,
+                f"has shape {tuple(value.shape)}, wanted {tuple(truth[name].shape)}",
+            )
         evidence = Evidence(got=value, truth=truth[name], baseline=baseline[name], args=args)
         verdict = contract.checks[name].judge(evidence)
         if not verdict.ok:

@@ -29,7 +29,12 @@ class CacheTensors:
     """Pools for all components of a model: `caches[layer][name]`."""
 
     def __init__(
-        self, components: Sequence[Component], *, num_blocks: int, num_slots: int, device: torch.device
+        self,
+        components: Sequence[Component],
+        *,
+        num_blocks: int,
+        num_slots: int,
+        device: torch.device,
     ) -> None:
         self.components = tuple(components)
         self.num_blocks = num_blocks

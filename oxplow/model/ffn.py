@@ -18,7 +18,13 @@ class DenseFfn:
     """down( swiglu(gate x, up x) ), clamped where the model says so."""
 
     def __init__(
-        self, ops: OpTable, source: Checkpoint, prefix: str, hidden: int, width: int, limit: float | None
+        self,
+        ops: OpTable,
+        source: Checkpoint,
+        prefix: str,
+        hidden: int,
+        width: int,
+        limit: float | None,
     ) -> None:
         self._ops = ops
         self._limit = limit
@@ -48,22 +54,36 @@ class MoeFfn:
         self._moe = moe
         self._limit = text.swiglu_limit
         self._router = source.vector(f"{prefix}.gate.weight", moe.num_experts, text.hidden)
-        self._bias = source.vector(f"{prefix}.gate.e_score_correction_bias", moe.num_experts, fp32=True)
+        self._bias = source.vector(
+            f"{prefix}.gate.e_score_correction_bias", moe.num_experts, fp32=True
+        )
         gate, up, down = moe.projections
         experts = [f"{prefix}.experts.{e}" for e in range(moe.num_experts)]
         self._gate_up = _pairs(
-            source.stacked([f"{e}.{p}.weight" for e in experts for p in (gate, up)], moe.width, text.hidden)
+            source.stacked(
+                [f"{e}.{p}.weight" for e in experts for p in (gate, up)], moe.width, text.hidden
+            )
         )
         self._down = source.stacked([f"{e}.{down}.weight" for e in experts], text.hidden, moe.width)
         self._shared = DenseFfn(
-            ops, source, f"{prefix}.shared_experts", text.hidden, moe.shared_width, text.swiglu_limit
+            ops,
+            source,
+            f"{prefix}.shared_experts",
+            text.hidden,
+            moe.shared_width,
+            text.swiglu_limit,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [T, D] to [T, D]."""
         moe = self._moe
         ids, weights = self._ops.router(
-            x, self._router, self._bias, top_k=moe.top_k, scaling=moe.scaling, renormalise=moe.renormalise
+            x,
+            self._router,
+            self._bias,
+            top_k=moe.top_k,
+            scaling=moe.scaling,
+            renormalise=moe.renormalise,
         )
         if self._gate_up.scale is None:
             routed = self._ops.experts(
@@ -89,7 +109,9 @@ def take_ffn(
 ) -> DenseFfn | MoeFfn:
     """Take the feed-forward block of one layer (`layer` is its name prefix, with the final dot)."""
     if kind is FfnKind.DENSE:
-        return DenseFfn(ops, source, f"{layer}mlp", text.hidden, text.dense_width, text.swiglu_limit)
+        return DenseFfn(
+            ops, source, f"{layer}mlp", text.hidden, text.dense_width, text.swiglu_limit
+        )
     prefix = text.moe.prefix if text.moe else "mlp"
     return MoeFfn(ops, source, f"{layer}{prefix}", text)
 

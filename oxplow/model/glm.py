@@ -1,8 +1,9 @@
 """GLM-5.3-Flash (`glm5_next`): from the released config layout to a ModelSpec.
 
 Owns the meaning of the config's fields, their defaults and what is refused. Knows no tensors.
-Invariant: a field that would change the arithmetic in a way that we do not compute is refused by name,
-never ignored. Source: the public model definition in transformers 5.24 (`configuration_glm5_next`).
+Invariant: a field that would change the arithmetic in a way that we do not compute is refused by
+name, never ignored. Source: the public model definition in transformers 5.24
+(`configuration_glm5_next`).
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def _text(f: Fields) -> TextSpec:
             norm_eps=f.number("rms_norm_eps", 1e-5),
         ),
         index=_index(f),
-        moe=_moe(f) if any(layer.ffn is FfnKind.MOE for layer in layers) or f.has("n_routed_experts") else None,
+        moe=_moe(f)
+        if any(layer.ffn is FfnKind.MOE for layer in layers) or f.has("n_routed_experts")
+        else None,
         hyper=HyperSpec(
             streams=f.integer("hc_mult", 4),
             mix_eps=f.number("hc_eps", 1e-6),
@@ -108,14 +111,21 @@ def _layers(f: Fields) -> tuple[LayerSpec, ...]:
     count = f.integer("num_hidden_layers")
     mixers = f.names("layer_types", count)
     if mixers is None:
-        mixers = ["deepseek_sparse_attention" if i % 4 == 3 else "linear_attention" for i in range(count)]
+        mixers = [
+            "deepseek_sparse_attention" if i % 4 == 3 else "linear_attention" for i in range(count)
+        ]
     ffns = f.names("mlp_layer_types", count)
     if ffns is None:
         dense = f.integer("first_k_dense_replace", 3, low=0)
         ffns = ["dense" if i < dense else "sparse" for i in range(count)]
     shared = f.names("indexer_types", count)
     if shared is not None and set(shared) != {"full"}:
-        raise ConfigError("this indexer schedule is not supported", got=shared, wanted="full", where="indexer_types")
+        raise ConfigError(
+            "this indexer schedule is not supported",
+            got=shared,
+            wanted="full",
+            where="indexer_types",
+        )
     return tuple(
         LayerSpec(f.choice("layer_types", m, _MIXERS), f.choice("mlp_layer_types", k, _FFNS))
         for m, k in zip(mixers, ffns, strict=True)
@@ -127,11 +137,15 @@ def _kda(f: Fields) -> KdaSpec:
     head_dim = linear.integer("head_dim", f.integer("linear_head_dim", 128))
     bound = linear.number("gate_lower_bound", f.number("linear_lower_bound", -5.0))
     if bound >= 0:
-        raise ConfigError("the decay gate's lower bound must be negative", got=bound, where="gate_lower_bound")
+        raise ConfigError(
+            "the decay gate's lower bound must be negative", got=bound, where="gate_lower_bound"
+        )
     return KdaSpec(
         num_heads=linear.integer("num_heads", f.integer("linear_num_heads", 64)),
         head_dim=head_dim,
-        conv_width=linear.integer("short_conv_kernel_size", f.integer("linear_conv_kernel_dim", 4), low=2),
+        conv_width=linear.integer(
+            "short_conv_kernel_size", f.integer("linear_conv_kernel_dim", 4), low=2
+        ),
         gate_rank=head_dim,  # the released low-rank gates have the head's width
         lower_bound=bound,
     )
@@ -140,7 +154,9 @@ def _kda(f: Fields) -> KdaSpec:
 def _index(f: Fields) -> IndexSpec:
     top_k, pool = f.integer("index_topk"), f.integer("index_kpool", 16)
     if top_k % pool:
-        raise ConfigError("index_topk must be a multiple of index_kpool", got=(top_k, pool), where=f.where)
+        raise ConfigError(
+            "index_topk must be a multiple of index_kpool", got=(top_k, pool), where=f.where
+        )
     return IndexSpec(
         num_heads=f.integer("index_n_heads"),
         head_dim=f.integer("index_head_dim"),
@@ -154,7 +170,12 @@ def _moe(f: Fields) -> MoeSpec:
     experts = f.integer("n_routed_experts", f.integer("num_local_experts", 288))
     top_k = f.integer("num_experts_per_tok")
     if top_k > experts:
-        raise ConfigError("num_experts_per_tok exceeds the experts", got=top_k, wanted=f"<= {experts}", where=f.where)
+        raise ConfigError(
+            "num_experts_per_tok exceeds the experts",
+            got=top_k,
+            wanted=f"<= {experts}",
+            where=f.where,
+        )
     return MoeSpec(
         num_experts=experts,
         top_k=top_k,

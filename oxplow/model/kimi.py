@@ -1,8 +1,8 @@
 """Kimi-Linear (`kimi_linear`): from the released config layout to a ModelSpec.
 
-Owns the differences to `glm5_next`: plain residuals, softplus gate, dense MLA whose extra key dims are never
-rotated, 1-based layer lists, other expert names. Knows no tensors.
-Invariant: as in `glm`, an unsupported value is refused by name. Source: model.md 16 and the public model
+Owns the differences to `glm5_next`: plain residuals, softplus gate, dense MLA whose extra key
+dims are never rotated, 1-based layer lists, other expert names. Knows no tensors. Invariant: as
+in `glm`, an unsupported value is refused by name. Source: model.md 16 and the public model
 definition in transformers 5.24 (`configuration_kimi_linear`).
 """
 
@@ -43,7 +43,9 @@ _LATENT_NORM_EPS = 1e-6  # the released model leaves these norms at their class 
 
 
 def read_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """Turn a Kimi-Linear `config.json` dictionary into a ModelSpec; raises ConfigError that names the field."""
+    """Turn a Kimi-Linear `config.json` dictionary into a ModelSpec; raises ConfigError that
+    names the field.
+    """
     f = Fields(config, "config")
     f.refuse_other_than(_FIXED)
     linear = f.section("linear_attn_config")

@@ -1,7 +1,9 @@
-"""The small parts that every block is made of: linear maps, norms and the embedding, over the op table.
+"""The small parts that every block is made of: linear maps, norms and the embedding, over the op
+table.
 
-Owns the binding of a stored weight to the op that can use it (plain or FP8 blocks). Knows no model.
-Invariant: a part holds its weights and calls exactly one op; the choice of op is made when it is built.
+Owns the binding of a stored weight to the op that can use it (plain or FP8 blocks). Knows no
+model. Invariant: a part holds its weights and calls exactly one op; the choice of op is made when
+it is built.
 """
 
 from __future__ import annotations
@@ -41,25 +43,34 @@ class JoinedLinear:
     """Several linear maps of one input; plain weights are joined into one product."""
 
     def __init__(
-        self, ops: OpTable, weights: Sequence[Matrix], *, biases: Sequence[Tensor] = (), sizes: Sequence[int] = ()
+        self,
+        ops: OpTable,
+        weights: Sequence[Matrix],
+        *,
+        biases: Sequence[Tensor] = (),
+        sizes: Sequence[int] = (),
     ) -> None:
         """Join `weights`; `sizes` regroups the joined columns (default: one group per weight)."""
         own = [w.values.shape[0] for w in weights]
         self._sizes = list(sizes) or own
         self._regroup = self._sizes != own
-        plain = all(w.scale is None for w in weights) and len({w.values.dtype for w in weights}) == 1
+        plain = (
+            all(w.scale is None for w in weights) and len({w.values.dtype for w in weights}) == 1
+        )
         if plain:
             bias = torch.cat(list(biases)) if biases else None
             self._parts = [Linear(ops, Matrix(torch.cat([w.values for w in weights])), bias)]
         else:
-            self._parts = [Linear(ops, w, biases[i] if biases else None) for i, w in enumerate(weights)]
+            self._parts = [
+                Linear(ops, w, biases[i] if biases else None) for i, w in enumerate(weights)
+            ]
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return one [T, size] tensor per group, in order; they may be columns of one product."""
         if len(self._parts) == 1:
-            return self._parts[0](x).split(self._sizes, -1)
+            return torch.split(self._parts[0](x), self._sizes, -1)
         parts = tuple(part(x) for part in self._parts)
-        return torch.cat(parts, -1).split(self._sizes, -1) if self._regroup else parts
+        return torch.split(torch.cat(parts, -1), self._sizes, -1) if self._regroup else parts
 
 
 class RmsNorm:

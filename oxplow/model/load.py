@@ -1,7 +1,8 @@
 """From a checkpoint directory and an op table to a HybridModel.
 
-Owns the order in which tensors are taken and the choice of family by `model_type`. Knows every builder and
-no request. Invariant: the load either accounts for every stored tensor or fails with its name.
+Owns the order in which tensors are taken and the choice of family by `model_type`. Knows every
+builder and no request. Invariant: the load either accounts for every stored tensor or fails with
+its name.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ _CACHE_FORMATS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How to load: cache `block_size` in tokens, `weight_dtype` for plain matrices (None: as stored).
+    """How to load: cache `block_size` in tokens, `weight_dtype` for plain matrices (None: as
+    stored).
 
-    `always_select` runs the indexer even where it would select every token; `with_vision` and `with_draft`
-    False leave these towers out (their tensors are accounted for, not read).
+    `always_select` runs the indexer even where it would select every token; `with_vision` and
+    `with_draft` False leave these towers out (their tensors are accounted for, not read).
     """
 
     block_size: int = 64
@@ -51,36 +53,58 @@ class LoadOptions:
 
 
 def read_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """Choose the family by `model_type` and read its spec; raises ConfigError for an unknown one."""
+    """Choose the family by `model_type` and read its spec; raises ConfigError for an unknown
+    one.
+    """
     kind = config.get("model_type")
     if kind not in _FAMILIES:
-        raise ConfigError("unknown model_type", got=kind, wanted=sorted(_FAMILIES), where="config.json")
-    quantisation = config.get("quantization_config")
-    if quantisation and (quantisation.get("quant_method"), quantisation.get("weight_block_size")) != ("fp8", [128, 128]):
         raise ConfigError(
-            "this quantisation is not supported", got=quantisation, wanted="fp8 with 128x128 blocks", where="config.json"
+            "unknown model_type", got=kind, wanted=sorted(_FAMILIES), where="config.json"
+        )
+    quantisation = config.get("quantization_config")
+    if quantisation and (
+        quantisation.get("quant_method"),
+        quantisation.get("weight_block_size"),
+    ) != ("fp8", [128, 128]):
+        raise ConfigError(
+            "this quantisation is not supported",
+            got=quantisation,
+            wanted="fp8 with 128x128 blocks",
+            where="config.json",
         )
     return _FAMILIES[kind].read_spec(config)
 
 
 def load_model(
-    directory: Path, ops: OpTable, options: LoadOptions | None = None, progress: Progress | None = None
+    directory: Path,
+    ops: OpTable,
+    options: LoadOptions | None = None,
+    progress: Progress | None = None,
 ) -> HybridModel:
     """Load a checkpoint onto the op table's device, computing in its dtype.
 
-    Raises ConfigError or WeightError naming the field or tensor, got and wanted. CPU tensors stay mapped.
+    Raises ConfigError or WeightError naming the field or tensor, got and wanted. CPU tensors stay
+    mapped.
     """
     options = options or LoadOptions()
     spec = read_spec(read_config(directory))
     if spec.text.index and options.block_size % spec.text.index.pool_size:
-        raise ConfigError("block size must be a multiple of the pool size", got=options.block_size, wanted=spec.text.index.pool_size)
-    source = Checkpoint(directory, device=ops.facts.device, dtype=options.weight_dtype, progress=progress)
+        raise ConfigError(
+            "block size must be a multiple of the pool size",
+            got=options.block_size,
+            wanted=spec.text.index.pool_size,
+        )
+    source = Checkpoint(
+        directory, device=ops.facts.device, dtype=options.weight_dtype, progress=progress
+    )
     model = _take_model(spec, source, ops, options)
     source.finish()
     return model
 
 
-def _take_model(spec: ModelSpec, source: Checkpoint, ops: OpTable, options: LoadOptions) -> HybridModel:
+def _take_model(
+    spec: ModelSpec, source: Checkpoint, ops: OpTable, options: LoadOptions
+) -> HybridModel:
     text, prefix = spec.text, spec.names.text
     mixer_options = MixerOptions(
         block_size=options.block_size,
@@ -89,10 +113,15 @@ def _take_model(spec: ModelSpec, source: Checkpoint, ops: OpTable, options: Load
     )
     return HybridModel(
         spec=spec,
-        embedding=Embedding(source.vector(f"{prefix}embed_tokens.weight", text.vocab_size, text.hidden), ops.facts.dtype),
+        embedding=Embedding(
+            source.vector(f"{prefix}embed_tokens.weight", text.vocab_size, text.hidden),
+            ops.facts.dtype,
+        ),
         layers=[_take_layer(i, spec, source, ops, mixer_options) for i in range(len(text.layers))],
         norm=take_norm(ops, source, f"{prefix}norm", text.hidden, text.norm_eps),
-        head=take_linear(ops, source, spec.names.head.removesuffix(".weight"), text.vocab_size, text.hidden),
+        head=take_linear(
+            ops, source, spec.names.head.removesuffix(".weight"), text.vocab_size, text.hidden
+        ),
         streams=text.hyper.streams if text.hyper else None,
         block_size=options.block_size,
         vision=_take_vision(spec, source, ops, options),
@@ -100,7 +129,9 @@ def _take_model(spec: ModelSpec, source: Checkpoint, ops: OpTable, options: Load
     )
 
 
-def _take_layer(i: int, spec: ModelSpec, source: Checkpoint, ops: OpTable, options: MixerOptions) -> Layer:
+def _take_layer(
+    i: int, spec: ModelSpec, source: Checkpoint, ops: OpTable, options: MixerOptions
+) -> Layer:
     text = spec.text
     prefix = f"{spec.names.text}layers.{i}."
     kinds = text.layers[i]
@@ -109,7 +140,9 @@ def _take_layer(i: int, spec: ModelSpec, source: Checkpoint, ops: OpTable, optio
         mixer_norm=take_norm(ops, source, f"{prefix}input_layernorm", text.hidden, text.norm_eps),
         mixer=take_mixer(kinds.mixer, ops, source, f"{prefix}self_attn", i, text, options),
         ffn_site=_take_site(spec, source, ops, f"{prefix}hc_ffn"),
-        ffn_norm=take_norm(ops, source, f"{prefix}post_attention_layernorm", text.hidden, text.norm_eps),
+        ffn_norm=take_norm(
+            ops, source, f"{prefix}post_attention_layernorm", text.hidden, text.norm_eps
+        ),
         ffn=take_ffn(ops, source, prefix, kinds.ffn, text),
     )
 
@@ -121,11 +154,18 @@ def _take_site(spec: ModelSpec, source: Checkpoint, ops: OpTable, prefix: str) -
     return HyperSite(ops, source, prefix, text.hyper, text.hidden, text.norm_eps)
 
 
-def _take_vision(spec: ModelSpec, source: Checkpoint, ops: OpTable, options: LoadOptions) -> VisionTower | None:
+def _take_vision(
+    spec: ModelSpec, source: Checkpoint, ops: OpTable, options: LoadOptions
+) -> VisionTower | None:
     if spec.vision is None or spec.names.vision is None:
         return None
     if spec.vision.out_hidden != spec.text.hidden:
-        raise WeightError("the vision tower does not fit", got=spec.vision.out_hidden, wanted=spec.text.hidden, where="out_hidden_size")
+        raise WeightError(
+            "the vision tower does not fit",
+            got=spec.vision.out_hidden,
+            wanted=spec.text.hidden,
+            where="out_hidden_size",
+        )
     if not options.with_vision:
         _skip(source, spec.names.vision)
         return None
@@ -133,11 +173,17 @@ def _take_vision(spec: ModelSpec, source: Checkpoint, ops: OpTable, options: Loa
 
 
 def _take_draft(
-    spec: ModelSpec, source: Checkpoint, ops: OpTable, options: LoadOptions, mixer_options: MixerOptions
+    spec: ModelSpec,
+    source: Checkpoint,
+    ops: OpTable,
+    options: LoadOptions,
+    mixer_options: MixerOptions,
 ) -> DraftBlock | None:
     layer = len(spec.text.layers)
     prefix = f"{spec.names.text}layers.{layer}."
-    if not spec.has_draft or not source.names_under(prefix):  # re-saved checkpoints drop the block as a whole
+    if not spec.has_draft or not source.names_under(
+        prefix
+    ):  # re-saved checkpoints drop the block as a whole
         return None
     if not options.with_draft:
         _skip(source, prefix)

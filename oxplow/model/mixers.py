@@ -1,8 +1,8 @@
 """Token mixing: KDA, sparse MLA with its pooled indexer, and dense MLA.
 
-Owns the three mixers and the cache components that each declares. Knows no residual and no scheduler.
-Invariant: a mixer reads and writes only the pools it declared, at the rows' own blocks and slots; decode rows
-and prefill rows are two op calls over one set of projections.
+Owns the three mixers and the cache components that each declares. Knows no residual and no
+scheduler. Invariant: a mixer reads and writes only the pools it declared, at the rows' own blocks
+and slots; decode rows and prefill rows are two op calls over one set of projections.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from oxplow.cache.spec import Component, Per
 from oxplow.model.caches import LayerCaches
 from oxplow.model.layers import JoinedLinear, Linear, at_least_fp32, take_linear, take_norm
-from oxplow.model.spec import IndexSpec, MixerKind, MlaSpec, TextSpec
+from oxplow.model.spec import MixerKind, MlaSpec, TextSpec
 from oxplow.model.step import Rows, StepInput
 from oxplow.model.weights import Checkpoint
 from oxplow.ops.table import OpTable
@@ -48,7 +48,9 @@ class Mixer(Protocol):
         """Return what this layer keeps per block and per slot."""
         ...
 
-    def __call__(self, x: Tensor, step: StepInput, caches: LayerCaches, observe: Observe | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, step: StepInput, caches: LayerCaches, observe: Observe | None
+    ) -> Tensor:
         """Map x [T, D] to [T, D], reading and writing `caches`."""
         ...
 
@@ -56,7 +58,15 @@ class Mixer(Protocol):
 class KdaMixer:
     """Kimi Delta Attention: short convolution, gated delta rule, gated norm."""
 
-    def __init__(self, ops: OpTable, source: Checkpoint, prefix: str, layer: int, text: TextSpec, options: MixerOptions) -> None:
+    def __init__(
+        self,
+        ops: OpTable,
+        source: Checkpoint,
+        prefix: str,
+        layer: int,
+        text: TextSpec,
+        options: MixerOptions,
+    ) -> None:
         kda, hidden = text.kda, text.hidden
         width = kda.num_heads * kda.head_dim
         self._ops, self._kda, self._layer, self._options = ops, kda, layer, options
@@ -71,33 +81,43 @@ class KdaMixer:
             ],
             sizes=[3 * width, kda.gate_rank, kda.gate_rank, kda.num_heads],
         )
-        taps = [source.vector(f"{prefix}.{p}_conv1d.weight", width, 1, kda.conv_width) for p in "qkv"]
+        taps = [
+            source.vector(f"{prefix}.{p}_conv1d.weight", width, 1, kda.conv_width) for p in "qkv"
+        ]
         self._taps = torch.cat(taps).squeeze(1)  # [3 * width, conv_width]
         self._decay = take_linear(ops, source, f"{prefix}.f_b_proj", width, kda.gate_rank)
         self._gate = take_linear(ops, source, f"{prefix}.g_b_proj", width, kda.gate_rank)
         log_shape = (1, 1, kda.num_heads, 1) if kda.lower_bound is None else (kda.num_heads,)
         self._a_log = source.vector(f"{prefix}.A_log", *log_shape, fp32=True).reshape(-1)
-        self._dt_bias = source.vector(f"{prefix}.dt_bias", width, fp32=True).view(kda.num_heads, kda.head_dim)
+        self._dt_bias = source.vector(f"{prefix}.dt_bias", width, fp32=True).view(
+            kda.num_heads, kda.head_dim
+        )
         self._norm = source.vector(f"{prefix}.o_norm.weight", kda.head_dim)
         self._norm_eps = text.norm_eps
         self._out = take_linear(ops, source, f"{prefix}.o_proj", hidden, width)
 
     def components(self) -> tuple[Component, ...]:
-        """State [H, V, K] in fp32, and the window of raw conv inputs [3, H*d, width-1] (q, k, v by the first axis)."""
+        """State [H, V, K] in fp32, and the window of raw conv inputs [3, H*d, width-1] (q, k, v
+        by the first axis).
+        """
         kda = self._kda
-        state = "float64" if self._options.dtype == "float64" else "float32"  # never narrower: model.md 8
+        state = (
+            "float64" if self._options.dtype == "float64" else "float32"
+        )  # never narrower: model.md 8
         return (
             Component(
                 layer=self._layer, name="state", per=Per.SLOT, dtype=state, shard_axis=0,
                 shape=(kda.num_heads, kda.head_dim, kda.head_dim),
             ),
             Component(
-                layer=self._layer, name="window", per=Per.SLOT, dtype=self._options.dtype, shard_axis=1,
-                shape=(3, self._width, kda.conv_width - 1),
+                layer=self._layer, name="window", per=Per.SLOT, dtype=self._options.dtype,
+                shard_axis=1, shape=(3, self._width, kda.conv_width - 1),
             ),
         )  # fmt: skip
 
-    def __call__(self, x: Tensor, step: StepInput, caches: LayerCaches, observe: Observe | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, step: StepInput, caches: LayerCaches, observe: Observe | None
+    ) -> Tensor:
         """Mix decode rows with the recurrent op and prefill rows with the chunked one."""
         kda = self._kda
         raw, low_decay, low_gate, beta = self._project(x)
@@ -114,16 +134,27 @@ class KdaMixer:
         out = self._ops.gated_rms_norm(out, gate, self._norm, eps=self._norm_eps)
         return self._out(out.view(-1, self._width))
 
-    def _decode(self, raw: Tensor, g: Tensor, beta: Tensor, rows: Rows, caches: LayerCaches) -> Tensor:
+    def _decode(
+        self, raw: Tensor, g: Tensor, beta: Tensor, rows: Rows, caches: LayerCaches
+    ) -> Tensor:
         here = slice(rows.start, rows.stop)
-        mixed = self._ops.short_conv_decode(raw[here], self._taps, self._window(caches), rows.state_slots)
+        mixed = self._ops.short_conv_decode(
+            raw[here], self._taps, self._window(caches), rows.state_slots
+        )
         q, k, v = self._heads(mixed)
         return self._ops.kda_decode(q, k, v, g[here], beta[here], caches["state"], rows.state_slots)
 
-    def _prefill(self, raw: Tensor, g: Tensor, beta: Tensor, rows: Rows, caches: LayerCaches) -> Tensor:
+    def _prefill(
+        self, raw: Tensor, g: Tensor, beta: Tensor, rows: Rows, caches: LayerCaches
+    ) -> Tensor:
         here = slice(rows.start, rows.stop)
         mixed = self._ops.short_conv(
-            raw[here], self._taps, self._window(caches), rows.state_slots, rows.has_state, rows.cu_seqlens
+            raw[here],
+            self._taps,
+            self._window(caches),
+            rows.state_slots,
+            rows.has_state,
+            rows.cu_seqlens,
         )
         q, k, v = self._heads(mixed)
         return self._ops.kda_prefill(
@@ -149,30 +180,48 @@ class KdaMixer:
 
 
 class _Mla:
-    """What dense and sparse MLA share: queries, the latent, the absorbed up-projections, the output."""
+    """What dense and sparse MLA share: queries, the latent, the absorbed up-projections, the
+    output.
+    """
 
-    def __init__(self, ops: OpTable, source: Checkpoint, prefix: str, hidden: int, mla: MlaSpec) -> None:
+    def __init__(
+        self, ops: OpTable, source: Checkpoint, prefix: str, hidden: int, mla: MlaSpec
+    ) -> None:
         self._ops, self.mla = ops, mla
         query_width = mla.num_heads * (mla.nope_dim + mla.rope_dim)
-        latent = source.matrix(f"{prefix}.kv_a_proj_with_mqa.weight", mla.kv_lora_rank + mla.rope_dim, hidden)
+        latent = source.matrix(
+            f"{prefix}.kv_a_proj_with_mqa.weight", mla.kv_lora_rank + mla.rope_dim, hidden
+        )
         self._query: Linear | None = None
         if mla.q_lora_rank is None:
             first = source.matrix(f"{prefix}.q_proj.weight", query_width, hidden)
         else:
             first = source.matrix(f"{prefix}.q_a_proj.weight", mla.q_lora_rank, hidden)
-            self._query_norm = take_norm(ops, source, f"{prefix}.q_a_layernorm", mla.q_lora_rank, mla.norm_eps)
-            self._query = take_linear(ops, source, f"{prefix}.q_b_proj", query_width, mla.q_lora_rank)
+            self._query_norm = take_norm(
+                ops, source, f"{prefix}.q_a_layernorm", mla.q_lora_rank, mla.norm_eps
+            )
+            self._query = take_linear(
+                ops, source, f"{prefix}.q_b_proj", query_width, mla.q_lora_rank
+            )
         self._project = JoinedLinear(ops, [first, latent])
-        self._latent_norm = take_norm(ops, source, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, mla.norm_eps)
-        up = source.vector(f"{prefix}.kv_b_proj.weight", mla.num_heads * (mla.nope_dim + mla.v_dim), mla.kv_lora_rank)
+        self._latent_norm = take_norm(
+            ops, source, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, mla.norm_eps
+        )
+        up = source.vector(
+            f"{prefix}.kv_b_proj.weight",
+            mla.num_heads * (mla.nope_dim + mla.v_dim),
+            mla.kv_lora_rank,
+        )
         up = up.view(mla.num_heads, mla.nope_dim + mla.v_dim, mla.kv_lora_rank)
-        self.w_uk, self.w_uv = up.split([mla.nope_dim, mla.v_dim], 1)
+        self.w_uk, self.w_uv = torch.split(up, [mla.nope_dim, mla.v_dim], 1)
         self._out = take_linear(ops, source, f"{prefix}.o_proj", hidden, mla.num_heads * mla.v_dim)
 
     def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return heads' queries [T, H, Dn + P], the low-rank query [T, Rq] and the latent row [T, R + P]."""
+        """Return heads' queries [T, H, Dn + P], the low-rank query [T, Rq] and the latent row
+        [T, R + P].
+        """
         first, row = self._project(x)
-        latent, shared = row.split([self.mla.kv_lora_rank, self.mla.rope_dim], -1)
+        latent, shared = torch.split(row, [self.mla.kv_lora_rank, self.mla.rope_dim], -1)
         latent = self._latent_norm(latent)
         row = torch.cat([latent, shared], -1) if self.mla.rope_dim else latent
         if self._query is not None:
@@ -201,7 +250,15 @@ class _Mla:
 class DenseMlaMixer:
     """Latent attention over every earlier token."""
 
-    def __init__(self, ops: OpTable, source: Checkpoint, prefix: str, layer: int, text: TextSpec, options: MixerOptions) -> None:
+    def __init__(
+        self,
+        ops: OpTable,
+        source: Checkpoint,
+        prefix: str,
+        layer: int,
+        text: TextSpec,
+        options: MixerOptions,
+    ) -> None:
         self._ops, self._layer, self._options = ops, layer, options
         self._mla = _Mla(ops, source, prefix, text.hidden, text.mla)
 
@@ -209,9 +266,19 @@ class DenseMlaMixer:
         """The latent row (and its shared key dims) of every token."""
         mla = self._mla.mla
         shape = (self._options.block_size, mla.kv_lora_rank + mla.rope_dim)
-        return (Component(layer=self._layer, name="latent", per=Per.BLOCK, dtype=self._options.dtype, shape=shape),)
+        return (
+            Component(
+                layer=self._layer,
+                name="latent",
+                per=Per.BLOCK,
+                dtype=self._options.dtype,
+                shape=shape,
+            ),
+        )
 
-    def __call__(self, x: Tensor, step: StepInput, caches: LayerCaches, observe: Observe | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, step: StepInput, caches: LayerCaches, observe: Observe | None
+    ) -> Tensor:
         """Write the latents, then attend."""
         query, _, row = self._mla.read(x)
         self._ops.latent_write(row, step.slot_mapping, caches["latent"])
@@ -222,14 +289,24 @@ class DenseMlaMixer:
 class SparseMlaMixer:
     """Latent attention over the tokens that the pooled indexer selects."""
 
-    def __init__(self, ops: OpTable, source: Checkpoint, prefix: str, layer: int, text: TextSpec, options: MixerOptions) -> None:
+    def __init__(
+        self,
+        ops: OpTable,
+        source: Checkpoint,
+        prefix: str,
+        layer: int,
+        text: TextSpec,
+        options: MixerOptions,
+    ) -> None:
         if text.index is None or text.mla.q_lora_rank is None:
             raise AssertionError("sparse MLA without an indexer or a low-rank query")
         self._ops, self._layer, self._options = ops, layer, options
         self._mla = _Mla(ops, source, prefix, text.hidden, text.mla)
         self.index = index = text.index
         at = f"{prefix}.indexer"
-        self._query = take_linear(ops, source, f"{at}.wq_b", index.num_heads * index.head_dim, text.mla.q_lora_rank)
+        self._query = take_linear(
+            ops, source, f"{at}.wq_b", index.num_heads * index.head_dim, text.mla.q_lora_rank
+        )
         self._keys = JoinedLinear(
             ops,
             [
@@ -238,11 +315,16 @@ class SparseMlaMixer:
                 source.matrix(f"{at}.weights_proj.weight", index.num_heads, text.hidden),
             ],
         )
-        self._norm = (source.vector(f"{at}.k_norm.weight", index.head_dim), source.vector(f"{at}.k_norm.bias", index.head_dim))
+        self._norm = (
+            source.vector(f"{at}.k_norm.weight", index.head_dim),
+            source.vector(f"{at}.k_norm.bias", index.head_dim),
+        )
         self._ape = source.vector(f"{at}.index_kpool_compress_ape", index.pool_size, index.head_dim)
 
     def components(self) -> tuple[Component, ...]:
-        """Latents and pool keys per block; the raw keys and gates of an unfinished pool per slot."""
+        """Latents and pool keys per block; the raw keys and gates of an unfinished pool per
+        slot.
+        """
         index, size = self.index, self._options.block_size
         dtype, rank = self._options.dtype, self._mla.mla.kv_lora_rank
         shapes = {
@@ -256,7 +338,9 @@ class SparseMlaMixer:
             for name, (per, shape) in shapes.items()
         )
 
-    def __call__(self, x: Tensor, step: StepInput, caches: LayerCaches, observe: Observe | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, step: StepInput, caches: LayerCaches, observe: Observe | None
+    ) -> Tensor:
         """Write latents and pool keys, select, attend."""
         query, low_query, row = self._mla.read(x)
         self._ops.latent_write(row, step.slot_mapping, caches["latent"])
@@ -292,7 +376,9 @@ class SparseMlaMixer:
         )
         return at_least_fp32(weights) * self.index.num_heads**-0.5
 
-    def select(self, low_query: Tensor, head_weights: Tensor, rows: Rows, caches: LayerCaches) -> Tensor:
+    def select(
+        self, low_query: Tensor, head_weights: Tensor, rows: Rows, caches: LayerCaches
+    ) -> Tensor:
         """Return the selected positions [rows, S] int32 of each row's own sequence, -1 padded."""
         here = slice(rows.start, rows.stop)
         query = self._query(low_query[here]).view(-1, self.index.num_heads, self.index.head_dim)
@@ -307,16 +393,24 @@ class SparseMlaMixer:
             pool_size=self.index.pool_size,
         )
 
-    def attend(self, query: Tensor, selected: Tensor, rows: Rows, caches: LayerCaches, *, is_decode: bool) -> Tensor:
+    def attend(
+        self, query: Tensor, selected: Tensor, rows: Rows, caches: LayerCaches, *, is_decode: bool
+    ) -> Tensor:
         """Attend to the selected tokens only."""
         query = query[rows.start : rows.stop]
-        weights, latents, table = (self._mla.w_uk, self._mla.w_uv), caches["latent"], rows.block_table
+        weights, latents, table = (
+            (self._mla.w_uk, self._mla.w_uv),
+            caches["latent"],
+            rows.block_table,
+        )
         if is_decode:
             return self._ops.sparse_mla_decode(query, *weights, latents, table, selected)
-        return self._ops.sparse_mla_prefill(query, *weights, latents, table, selected, rows.cu_seqlens)
+        return self._ops.sparse_mla_prefill(
+            query, *weights, latents, table, selected, rows.cu_seqlens
+        )
 
 
-_MIXERS = {
+_MIXERS: dict[MixerKind, type[KdaMixer] | type[DenseMlaMixer] | type[SparseMlaMixer]] = {
     MixerKind.KDA: KdaMixer,
     MixerKind.DENSE_MLA: DenseMlaMixer,
     MixerKind.SPARSE_MLA: SparseMlaMixer,
@@ -324,7 +418,13 @@ _MIXERS = {
 
 
 def take_mixer(
-    kind: MixerKind, ops: OpTable, source: Checkpoint, prefix: str, layer: int, text: TextSpec, options: MixerOptions
+    kind: MixerKind,
+    ops: OpTable,
+    source: Checkpoint,
+    prefix: str,
+    layer: int,
+    text: TextSpec,
+    options: MixerOptions,
 ) -> Mixer:
     """Take the token mixer of one layer from a checkpoint."""
     return _MIXERS[kind](ops, source, prefix, layer, text, options)

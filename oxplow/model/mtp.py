@@ -1,8 +1,10 @@
-"""The draft block (MTP): from the trunk's last hidden state and the next token to a guess for the one after.
+"""The draft block (MTP): from the trunk's last hidden state and the next token to a guess for the
+one after.
 
-Owns the block stored as layer N. Knows the trunk only through its embedding and head, which it shares.
-Invariant: a single plain residual stream, its own caches at layer index N, and the input is the trunk's hidden
-state after the stream mean and the final norm (or this block's own output for a further draft step).
+Owns the block stored as layer N. Knows the trunk only through its embedding and head, which it
+shares. Invariant: a single plain residual stream, its own caches at layer index N, and the input
+is the trunk's hidden state after the stream mean and the final norm (or this block's own output
+for a further draft step).
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from oxplow.ops.table import OpTable
 class DraftBlock:
     """One sparse MLA layer with experts between two input norms and an output norm."""
 
-    def __init__(self, ops: OpTable, source: Checkpoint, prefix: str, layer: int, text: TextSpec, options: MixerOptions) -> None:
+    def __init__(
+        self,
+        ops: OpTable,
+        source: Checkpoint,
+        prefix: str,
+        layer: int,
+        text: TextSpec,
+        options: MixerOptions,
+    ) -> None:
         eps, hidden = text.norm_eps, text.hidden
         self.layer = layer
         self._embed_norm = take_norm(ops, source, f"{prefix}enorm", hidden, eps)
@@ -41,9 +51,16 @@ class DraftBlock:
         return self._mixer.components()
 
     def __call__(
-        self, hidden: Tensor, embedded: Tensor, step: StepInput, caches: CacheTensors, observe: Observe | None
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        step: StepInput,
+        caches: CacheTensors,
+        observe: Observe | None,
     ) -> Tensor:
-        """Return the post-norm draft state [T, D] from hidden h_t [T, D] and the embedding of token t+1 [T, D]."""
+        """Return the post-norm draft state [T, D] from hidden h_t [T, D] and the embedding of
+        token t+1 [T, D].
+        """
         z = self._join(torch.cat([self._embed_norm(embedded), self._hidden_norm(hidden)], -1))
         z = z + self._mixer(self._input_norm(z), step, caches[self.layer], observe)
         z = z + self._ffn(self._post_norm(z))

@@ -1,8 +1,8 @@
 """The assembled hybrid model: embedding, layers, final norm, head, and the optional towers.
 
-Owns the order of the forward pass. Knows no family by name, no scheduler and no files.
-Invariant: `forward` touches only the pools passed to it, and its result for a request does not depend (within
-the ops' law) on how its tokens are split into steps or on what shares the step.
+Owns the order of the forward pass. Knows no family by name, no scheduler and no files. Invariant:
+`forward` touches only the pools passed to it, and its result for a request does not depend
+(within the ops' law) on how its tokens are split into steps or on what shares the step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from oxplow.model.vision import VisionTower
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One decoder layer: a mixer and a feed-forward block, each attached to the residual at a site."""
+    """One decoder layer: a mixer and a feed-forward block, each attached to the residual at a
+    site.
+    """
 
     mixer_site: Site
     mixer_norm: RmsNorm
@@ -66,14 +68,18 @@ class HybridModel:
         return own + (self.draft_block.components() if self.draft_block else ())
 
     @torch.inference_mode()
-    def forward(self, step: StepInput, caches: CacheTensors, observe: Observe | None = None) -> StepOutput:
+    def forward(
+        self, step: StepInput, caches: CacheTensors, observe: Observe | None = None
+    ) -> StepOutput:
         """Run one step; mutates `caches` at the step's blocks and slots.
 
         `observe` is called at the cuts "streams" (entering layer i; i = number of layers: the final
         normed state) and "selected" (the indexer's picks of layer i).
         """
         x = self.embed(step)
-        residual = x if self.streams is None else x.unsqueeze(1).expand(-1, self.streams, -1).contiguous()
+        residual = (
+            x if self.streams is None else x.unsqueeze(1).expand(-1, self.streams, -1).contiguous()
+        )
         for i, layer in enumerate(self.layers):
             if observe is not None:
                 observe("streams", i, residual)
@@ -103,7 +109,9 @@ class HybridModel:
     def encode(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
         """Encode pictures or frames (see VisionTower); raises ConfigError for a text-only model."""
         if self.vision is None:
-            raise ConfigError("this checkpoint has no vision tower", got="pictures", where=self.spec.family)
+            raise ConfigError(
+                "this checkpoint has no vision tower", got="pictures", where=self.spec.family
+            )
         return self.vision(pixel_values, grid_thw)
 
     @torch.inference_mode()
@@ -117,7 +125,8 @@ class HybridModel:
     ) -> StepOutput:
         """Guess the token after the next one: row t reads hidden h_t and token t+1.
 
-        Mutates the draft block's own caches. Raises ConfigError when the checkpoint has no draft block.
+        Mutates the draft block's own caches. Raises ConfigError when the checkpoint has no draft
+        block.
         """
         if self.draft_block is None:
             raise ConfigError("this checkpoint has no draft block", where=self.spec.family)

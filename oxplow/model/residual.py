@@ -1,7 +1,8 @@
 """How blocks read from and write to the residual: plain addition or hyper-connected streams.
 
-Owns the two residual forms behind one protocol. Knows no mixer. Invariant: `leave` is the only way that a
-block's output reaches the residual, and it sees the residual as it was before `enter` collapsed it.
+Owns the two residual forms behind one protocol. Knows no mixer. Invariant: `leave` is the only
+way that a block's output reaches the residual, and it sees the residual as it was before `enter`
+collapsed it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ class HyperSite:
     """Manifold-constrained hyper-connection over streams [T, n, D]."""
 
     def __init__(
-        self, ops: OpTable, source: Checkpoint, prefix: str, spec: HyperSpec, hidden: int, norm_eps: float
+        self,
+        ops: OpTable,
+        source: Checkpoint,
+        prefix: str,
+        spec: HyperSpec,
+        hidden: int,
+        norm_eps: float,
     ) -> None:
         n = spec.streams
         outputs = n * (2 + n)

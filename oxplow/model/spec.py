@@ -1,7 +1,7 @@
 """What a hybrid model is, as data: sizes and kinds of every part.
 
-Owns the frozen records that the builders fill from a checkpoint's config. Knows no tensors and no op.
-Invariant: everything a layer needs to be built and to declare its caches is in its record; no
+Owns the frozen records that the builders fill from a checkpoint's config. Knows no tensors and no
+op. Invariant: everything a layer needs to be built and to declare its caches is in its record; no
 module asks a config dictionary later.
 """
 
@@ -39,7 +39,9 @@ class KdaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaSpec:
-    """MLA sizes. `q_lora_rank` None: queries straight from the hidden state; `rope_dim` dims are never rotated."""
+    """MLA sizes. `q_lora_rank` None: queries straight from the hidden state; `rope_dim` dims are
+    never rotated.
+    """
 
     num_heads: int
     q_lora_rank: int | None
@@ -52,7 +54,9 @@ class MlaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSpec:
-    """Pooled indexer sizes; `top_pools` pools of `pool_size` tokens are attended, and the raw tail."""
+    """Pooled indexer sizes; `top_pools` pools of `pool_size` tokens are attended, and the raw
+    tail.
+    """
 
     num_heads: int
     head_dim: int
@@ -81,7 +85,9 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HyperSpec:
-    """Manifold-constrained hyper-connections: `streams` residual streams mixed by a Sinkhorn matrix."""
+    """Manifold-constrained hyper-connections: `streams` residual streams mixed by a Sinkhorn
+    matrix.
+    """
 
     streams: int
     mix_eps: float

@@ -1,7 +1,8 @@
 """The vision tower: patches of pictures and video frames to rows that replace text embeddings.
 
-Owns the tower and its patch coordinates. Knows no text and no image files (`serve.images` prepares pixels).
-Invariant: every temporal patch is attended on its own; its rows do not depend on other pictures in the call.
+Owns the tower and its patch coordinates. Knows no text and no image files (`serve.images`
+prepares pixels). Invariant: every temporal patch is attended on its own; its rows do not depend
+on other pictures in the call.
 """
 
 from __future__ import annotations
@@ -19,16 +20,25 @@ _MERGER_NORM_EPS = 1e-5  # model.md 3: the merger's LayerNorm keeps torch's defa
 
 
 def patch_layout(grid_thw: Tensor, merge: int) -> tuple[Tensor, Tensor]:
-    """Return (coords [P, 2] int64 as (row, column), cu_seqlens [F+1] int32) of all patches in storage order.
+    """Return (coords [P, 2] int64 as (row, column), cu_seqlens [F+1] int32) of all patches in
+    storage order.
 
-    `grid_thw` [images, 3] counts temporal patches, patch rows, patch columns. Patches are ordered by merge
-    block, then inside the block; each temporal patch is its own segment.
+    `grid_thw` [images, 3] counts temporal patches, patch rows, patch columns. Patches are ordered
+    by merge block, then inside the block; each temporal patch is its own segment.
     """
     coords: list[Tensor] = []
     lengths: list[int] = []
     for frames, height, width in grid_thw.tolist():
-        rows = torch.arange(height).view(height // merge, 1, merge, 1).expand(-1, width // merge, -1, merge)
-        columns = torch.arange(width).view(1, width // merge, 1, merge).expand(height // merge, -1, merge, -1)
+        rows = (
+            torch.arange(height)
+            .view(height // merge, 1, merge, 1)
+            .expand(-1, width // merge, -1, merge)
+        )
+        columns = (
+            torch.arange(width)
+            .view(1, width // merge, 1, merge)
+            .expand(height // merge, -1, merge, -1)
+        )
         one = torch.stack([rows.reshape(-1), columns.reshape(-1)], -1)
         coords.append(one.repeat(frames, 1))
         lengths.extend([height * width] * frames)
@@ -75,7 +85,9 @@ class _Block:
 class VisionTower:
     """Patch embedding, blocks, final norm and 2x2 merge."""
 
-    def __init__(self, ops: OpTable, source: Checkpoint, prefix: str, spec: VisionSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self, ops: OpTable, source: Checkpoint, prefix: str, spec: VisionSpec, dtype: torch.dtype
+    ) -> None:
         self._ops, self.spec, self._dtype = ops, spec, dtype
         d, out, width = spec.hidden, spec.out_hidden, spec.projection_width
         kernel = (3, spec.temporal_patch, spec.patch, spec.patch)
@@ -101,7 +113,12 @@ class VisionTower:
         """
         coords, cu_seqlens = patch_layout(grid_thw, self.spec.merge)
         if len(coords) != len(pixel_values):
-            raise ContractError("pixel rows do not match the grid", got=len(pixel_values), wanted=len(coords), where=grid_thw.tolist())
+            raise ContractError(
+                "pixel rows do not match the grid",
+                got=len(pixel_values),
+                wanted=len(coords),
+                where=grid_thw.tolist(),
+            )
         coords, cu_seqlens = coords.to(pixel_values.device), cu_seqlens.to(pixel_values.device)
         x = self._embed(pixel_values.to(self._dtype))
         for block in self._blocks:
@@ -112,4 +129,6 @@ class VisionTower:
 
 
 def _biased(ops: OpTable, source: Checkpoint, name: str, rows: int, columns: int) -> Linear:
-    return Linear(ops, source.matrix(f"{name}.weight", rows, columns), source.vector(f"{name}.bias", rows))
+    return Linear(
+        ops, source.matrix(f"{name}.weight", rows, columns), source.vector(f"{name}.bias", rows)
+    )

@@ -1,9 +1,10 @@
 """Checkpoint directories: sharded safetensors, memory-mapped, every tensor accounted for.
 
-Owns finding, checking and handing out stored tensors. Knows names, shapes and formats, not layers.
-Invariant: each stored tensor is taken exactly once or the load fails; nothing is guessed from file names:
-a weight is FP8 if and only if its `weight_scale_inv` exists. Plain tensors stay mapped (no copy); stacked
-ones are copied shard by shard through short-lived mappings, so peak memory stays near the stored size.
+Owns finding, checking and handing out stored tensors. Knows names, shapes and formats, not
+layers. Invariant: each stored tensor is taken exactly once or the load fails; nothing is guessed
+from file names: a weight is FP8 if and only if its `weight_scale_inv` exists. Plain tensors stay
+mapped (no copy); stacked ones are copied shard by shard through short-lived mappings, so peak
+memory stays near the stored size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ Progress = Callable[[int, int], None]
 FP8_BLOCK = 128
 """Rows and columns of one FP8 weight block."""
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn}
+_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 _SCALE = "_scale_inv"
 
 
@@ -55,8 +61,9 @@ class Matrix:
 class Checkpoint:
     """An open checkpoint directory; tensors are taken by name and checked against the wanted shape.
 
-    `device` receives every tensor (CPU keeps the mapping), `dtype` converts bf16/f16/f32 matrices on the way
-    (None: as stored). Raises WeightError for missing files, missing, unknown, misshapen tensors.
+    `device` receives every tensor (CPU keeps the mapping), `dtype` converts bf16/f16/f32 matrices
+    on the way (None: as stored). Raises WeightError for missing files, missing, unknown,
+    misshapen tensors.
     """
 
     def __init__(
@@ -91,10 +98,14 @@ class Checkpoint:
         return sorted(n for n in self._stored if n.startswith(prefix))
 
     def vector(self, name: str, *shape: int, fp32: bool = False) -> Tensor:
-        """Take a plain tensor of exactly `shape`; `fp32` widens it (parameters that must not be rounded)."""
+        """Take a plain tensor of exactly `shape`; `fp32` widens it (parameters that must not be
+        rounded).
+        """
         stored = self._expect(name, shape)
         if stored.dtype is torch.float8_e4m3fn:
-            raise WeightError(f"tensor {name} is FP8", wanted="a plain format", where=stored.shard.name)
+            raise WeightError(
+                f"tensor {name} is FP8", wanted="a plain format", where=stored.shard.name
+            )
         value = self._mapped(stored.shard).get_tensor(name)
         self._took(name)
         return self._placed(value, torch.float32 if fp32 else self._dtype)
@@ -105,7 +116,9 @@ class Checkpoint:
         scale_name = name + _SCALE
         if not self.has(scale_name):
             if stored.dtype is torch.float8_e4m3fn:
-                raise WeightError(f"tensor {name} is FP8 but {scale_name} is missing", where=stored.shard.name)
+                raise WeightError(
+                    f"tensor {name} is FP8 but {scale_name} is missing", where=stored.shard.name
+                )
             return Matrix(self.vector(name, rows, columns))
         self._check_fp8(name, stored)
         scale = self._take_scale(scale_name, rows, columns)
@@ -121,31 +134,41 @@ class Checkpoint:
         coded = [self.has(n + _SCALE) for n in names]
         if any(coded) != all(coded):
             odd = names[coded.index(not coded[0])]
-            raise WeightError("FP8 and plain tensors are mixed in one stack", got=f"{names[0]} and {odd}")
+            raise WeightError(
+                "FP8 and plain tensors are mixed in one stack", got=f"{names[0]} and {odd}"
+            )
         first = self._expect(names[0], (rows, columns))
         if coded[0]:
             self._check_fp8(names[0], first)
         dtype = first.dtype if coded[0] or self._dtype is None else self._dtype
         out = torch.empty(len(names), rows, columns, dtype=dtype, device=self._device)
-        passing: dict[Path, Any] = {}  # mappings dropped on return, so that copied pages do not stay resident
+        passing: dict[
+            Path, Any
+        ] = {}  # mappings dropped on return, so that copied pages do not stay resident
         for i, name in enumerate(names):
             stored = self._expect(name, (rows, columns))
             if stored.dtype is not first.dtype:
-                raise WeightError("two formats in one stack", got=f"{name} {stored.dtype}", wanted=first.dtype)
+                raise WeightError(
+                    "two formats in one stack", got=f"{name} {stored.dtype}", wanted=first.dtype
+                )
             if stored.shard not in passing:
                 passing[stored.shard] = _map(stored.shard)
             out[i].copy_(passing[stored.shard].get_tensor(name))
             self._took(name)
         if not coded[0]:
             return Matrix(out)
-        return Matrix(out, torch.stack([self._take_scale(n + _SCALE, rows, columns) for n in names]))
+        return Matrix(
+            out, torch.stack([self._take_scale(n + _SCALE, rows, columns) for n in names])
+        )
 
     def skip(self, name: str) -> None:
         """Account for a tensor that the model does not use."""
         self._took(name)
 
     def finish(self) -> None:
-        """Raise WeightError when stored tensors were never taken: an unknown name is never ignored."""
+        """Raise WeightError when stored tensors were never taken: an unknown name is never
+        ignored.
+        """
         if self._left:
             some = sorted(self._left)
             raise WeightError(
@@ -158,14 +181,25 @@ class Checkpoint:
     def _expect(self, name: str, shape: Sequence[int]) -> Stored:
         stored = self._stored.get(name)
         if stored is None:
-            raise WeightError(f"tensor {name} is missing", wanted=f"shape {tuple(shape)}", where=self.directory)
+            raise WeightError(
+                f"tensor {name} is missing", wanted=f"shape {tuple(shape)}", where=self.directory
+            )
         if stored.shape != tuple(shape):
-            raise WeightError(f"tensor {name} has a wrong shape", got=stored.shape, wanted=tuple(shape), where=stored.shard.name)
+            raise WeightError(
+                f"tensor {name} has a wrong shape",
+                got=stored.shape,
+                wanted=tuple(shape),
+                where=stored.shard.name,
+            )
         return stored
 
     def _check_fp8(self, name: str, stored: Stored) -> None:
         if stored.dtype is not torch.float8_e4m3fn:
-            raise WeightError(f"tensor {name} has a scale but is not FP8", got=stored.dtype, where=stored.shard.name)
+            raise WeightError(
+                f"tensor {name} has a scale but is not FP8",
+                got=stored.dtype,
+                where=stored.shard.name,
+            )
 
     def _take_scale(self, name: str, rows: int, columns: int) -> Tensor:
         blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
@@ -198,7 +232,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise WeightError(f"config.json does not parse: {error}", where=directory) from error
     if not isinstance(config, dict):
-        raise WeightError("config.json is not an object", got=type(config).__name__, where=directory)
+        raise WeightError(
+            "config.json is not an object", got=type(config).__name__, where=directory
+        )
     return config
 
 
@@ -208,11 +244,20 @@ def _read_headers(directory: Path) -> dict[str, Stored]:
         handle = _map(shard)
         for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
             if name in stored:
-                raise WeightError(f"tensor {name} is stored twice", got=[stored[name].shard.name, shard.name], where=directory)
+                raise WeightError(
+                    f"tensor {name} is stored twice",
+                    got=[stored[name].shard.name, shard.name],
+                    where=directory,
+                )
             part = handle.get_slice(name)
             kind = part.get_dtype()
             if kind not in _DTYPES:
-                raise WeightError(f"tensor {name} has an unsupported format", got=kind, wanted=sorted(_DTYPES), where=shard.name)
+                raise WeightError(
+                    f"tensor {name} has an unsupported format",
+                    got=kind,
+                    wanted=sorted(_DTYPES),
+                    where=shard.name,
+                )
             stored[name] = Stored(shard, tuple(part.get_shape()), _DTYPES[kind])
     return stored
 
@@ -224,7 +269,11 @@ def _shards(directory: Path) -> list[Path]:
         raise WeightError("checkpoint directory does not exist", where=directory)
     if not index.exists():
         if not single.exists():
-            raise WeightError("no model.safetensors and no index", got=sorted(p.name for p in directory.iterdir())[:8], where=directory)
+            raise WeightError(
+                "no model.safetensors and no index",
+                got=sorted(p.name for p in directory.iterdir())[:8],
+                where=directory,
+            )
         return [single]
     try:
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -233,7 +282,9 @@ def _shards(directory: Path) -> list[Path]:
         raise WeightError(f"the index does not parse: {error!r}", where=index) from error
     for name in names:
         if Path(name).name != name or not (directory / name).is_file():
-            raise WeightError("the index names a shard that is not there", got=name, where=directory)
+            raise WeightError(
+                "the index names a shard that is not there", got=name, where=directory
+            )
     return [directory / name for name in names]
 
 
@@ -241,4 +292,6 @@ def _map(shard: Path) -> Any:
     try:
         return safe_open(shard, framework="pt").__enter__()
     except (SafetensorError, OSError) as error:
-        raise WeightError(f"shard {shard.name} cannot be read: {error}", where=shard.parent) from error
+        raise WeightError(
+            f"shard {shard.name} cannot be read: {error}", where=shard.parent
+        ) from error

@@ -1,8 +1,9 @@
 """Which kernel computes which op: records, reasons, one selection at start, frozen afterwards.
 
-Owns the `Kernel` record, the choice among candidates and its explanation. Knows nothing about what an op
-means beyond its contract's name, and never probes a device while a step runs.
-Invariant: an `OpTable` is complete (every op has exactly one kernel) and does not change after `select`.
+Owns the `Kernel` record, the choice among candidates and its explanation. Knows nothing about
+what an op means beyond its contract's name, and never probes a device while a step runs.
+Invariant: an `OpTable` is complete (every op has exactly one kernel) and does not change after
+`select`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from oxplow.errors import ContractError, KernelUnavailable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a kernel may ask before it says yes: the device, the dtypes, the mode and the model's sizes.
+    """What a kernel may ask before it says yes: the device, the dtypes, the mode and the model's
+    sizes.
 
-    `sizes` holds constant axes of the model by name (for instance "head_dim"); a kernel must treat a
-    missing size as "unknown". `invariant` asks for batch- and split-invariant bits (`--deterministic`).
+    `sizes` holds constant axes of the model by name (for instance "head_dim"); a kernel must
+    treat a missing size as "unknown". `invariant` asks for batch- and split-invariant bits
+    (`--deterministic`).
     """
 
     device: torch.device
@@ -48,10 +51,11 @@ def always(reason: str = "plain torch, any device") -> Callable[[Facts], Support
 class Kernel:
     """One implementation of one op.
 
-    `run` takes the contract's inputs in order (or by name) and its scalars by name, mutates exactly
-    what the contract says and returns the outputs (one tensor, a tuple, or None). `invariant` promises
-    that a row's bits depend neither on other rows nor on how a sequence is split into calls. Among
-    usable kernels the highest `rank` wins; a preference by name wins over rank.
+    `run` takes the contract's inputs in order (or by name) and its scalars by name, mutates
+    exactly what the contract says and returns the outputs (one tensor, a tuple, or None).
+    `invariant` promises that a row's bits depend neither on other rows nor on how a sequence is
+    split into calls. Among usable kernels the highest `rank` wins; a preference by name wins over
+    rank.
     """
 
     op: str
@@ -64,7 +68,9 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Why an op got its kernel: the chosen one, its reason, and every rejected one with its reason."""
+    """Why an op got its kernel: the chosen one, its reason, and every rejected one with its
+    reason.
+    """
 
     op: str
     chosen: str
@@ -75,7 +81,9 @@ class Choice:
 class OpTable:
     """The frozen answer: `table.rms_norm(x, weight, eps=...)` calls the chosen kernel directly."""
 
-    def __init__(self, kernels: Mapping[str, Kernel], choices: tuple[Choice, ...], facts: Facts) -> None:
+    def __init__(
+        self, kernels: Mapping[str, Kernel], choices: tuple[Choice, ...], facts: Facts
+    ) -> None:
         self._kernels = MappingProxyType(dict(kernels))
         self._choices = choices
         self.facts = facts
@@ -85,7 +93,9 @@ class OpTable:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, "_frozen", False):
-            raise ContractError(f"op table: {name} set after the freeze; select a new table instead")
+            raise ContractError(
+                f"op table: {name} set after the freeze; select a new table instead"
+            )
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -108,7 +118,9 @@ def collect(kernels: Iterable[Kernel], ops: Iterable[str]) -> dict[str, list[Ker
     grouped: dict[str, list[Kernel]] = {op: [] for op in ops}
     for kernel in kernels:
         if kernel.op not in grouped:
-            raise ContractError(f"kernel {kernel.name}: op {kernel.op!r} has no contract, known are {sorted(grouped)}")
+            raise ContractError(
+                f"kernel {kernel.name}: op {kernel.op!r} has no contract", wanted=sorted(grouped)
+            )
         if any(k.name == kernel.name for k in grouped[kernel.op]):
             raise ContractError(f"kernel {kernel.name}: registered twice for op {kernel.op!r}")
         grouped[kernel.op].append(kernel)
@@ -146,7 +158,10 @@ def _choose(op: str, candidates: list[Kernel], facts: Facts, wish: str | None) -
     if wish is not None:
         usable = [(kernel, support) for kernel, support in usable if kernel.name == wish]
     if not usable:
-        refused = [(k.name, s.reason if not s.ok else "usable, but not the preferred one") for k, s in answers]
+        refused = [
+            (k.name, s.reason if not s.ok else "usable, but not the preferred one")
+            for k, s in answers
+        ]
         if wish is not None and all(k.name != wish for k in candidates):
             refused.append((wish, "no kernel of that name is registered"))
         raise KernelUnavailable(op, refused, where=f"{facts.device} in {facts.dtype}")
@@ -159,10 +174,14 @@ def _choose(op: str, candidates: list[Kernel], facts: Facts, wish: str | None) -
 def _loss(support: Support, kernel: Kernel, best: Kernel, wish: str | None) -> str:
     if not support.ok:
         return support.reason
-    return "usable, not the preferred one" if wish else f"usable, rank {kernel.rank} under {best.rank}"
+    return (
+        "usable, not the preferred one" if wish else f"usable, rank {kernel.rank} under {best.rank}"
+    )
 
 
 def _answer(kernel: Kernel, facts: Facts) -> Support:
     if facts.invariant and not kernel.invariant:
-        return Support(ok=False, reason="its bits depend on the batch or the split, and --deterministic is on")
+        return Support(
+            ok=False, reason="its bits depend on the batch or the split, and --deterministic is on"
+        )
     return kernel.supports(facts)

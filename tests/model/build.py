@@ -18,12 +18,18 @@ CPU = torch.device("cpu")
 
 def our_table(*, invariant: bool = False) -> OpTable:
     """Select our kernels for float32 on the CPU."""
-    return select(builtin_kernels(), CONTRACTS, Facts(device=CPU, dtype=torch.float32, invariant=invariant))
+    return select(
+        builtin_kernels(), CONTRACTS, Facts(device=CPU, dtype=torch.float32, invariant=invariant)
+    )
 
 
-def our_model(directory: Path, *, invariant: bool = False, always_select: bool = False) -> HybridModel:
+def our_model(
+    directory: Path, *, invariant: bool = False, always_select: bool = False
+) -> HybridModel:
     """Load a checkpoint on our kernels."""
-    return load_model(directory, our_table(invariant=invariant), LoadOptions(always_select=always_select))
+    return load_model(
+        directory, our_table(invariant=invariant), LoadOptions(always_select=always_select)
+    )
 
 
 def truth_model(directory: Path, width: torch.dtype = torch.float64) -> HybridModel:

@@ -1,7 +1,8 @@
-"""Our model against transformers on tiny random checkpoints, from logits down to every layer's streams.
+"""Our model against transformers on tiny random checkpoints, from logits down to every layer's
+streams.
 
-The bounds are the issue's: they hold for float32 against float32. `--oracle DIR` compares with a directory made
-by any script that writes the same keys.
+The bounds are the issue's: they hold for float32 against float32. `--oracle DIR` compares with a
+directory made by any script that writes the same keys.
 """
 
 from __future__ import annotations
@@ -56,20 +57,27 @@ def test_streams_entering_every_layer_agree(glm_directory: Oracle, model: Hybrid
     for layer, got in seen.items():
         wanted = glm_directory.tensor(f"text.streams.{layer}")[0]
         # the first cut that exceeds the bound names the faulty layer
-        assert gap(got, wanted.view_as(got)) <= LOGITS * max(1.0, float(wanted.abs().max())), f"layer {layer}"
+        assert gap(got, wanted.view_as(got)) <= LOGITS * max(1.0, float(wanted.abs().max())), (
+            f"layer {layer}"
+        )
 
 
-def test_selected_sets_are_equal_at_every_position(glm_directory: Oracle, model: HybridModel) -> None:
+def test_selected_sets_are_equal_at_every_position(
+    glm_directory: Oracle, model: HybridModel
+) -> None:
     picked: dict[int, Tensor] = {}
     ids = glm_directory.tensor("text.ids")[0].tolist()
-    Driver(model).step({"a": ids}, observe=lambda cut, i, v: picked.__setitem__(i, v) if cut == "selected" else None)
+    Driver(model).step(
+        {"a": ids},
+        observe=lambda cut, i, v: picked.__setitem__(i, v) if cut == "selected" else None,
+    )
     sparse = [k for k in glm_directory.keys if k.startswith("text.topk.")]
     assert len(sparse) == len(picked) > 0
     for layer, got in picked.items():
         wanted = glm_directory.tensor(f"text.topk.{layer}")[0]
         for t in range(len(ids)):
             mine = {i for i in got[t].tolist() if i >= 0}
-            theirs = {i for i in wanted[t].tolist() if 0 <= i}
+            theirs = {i for i in wanted[t].tolist() if i >= 0}
             assert mine == theirs, f"layer {layer}, position {t}: {sorted(mine ^ theirs)}"
 
 
@@ -104,7 +112,9 @@ def _check_pictures(oracle: Oracle, model: HybridModel, key: str) -> None:
     assert gap(features, given) <= PIXELS
     rows = (ids == model.spec.image_token_id).nonzero()[:, 0]
     for values, bound in ((features, PIXELS), (given, LOGITS)):
-        logits = Driver(model).step({"a": ids.tolist()}, embeds=Embeds(rows=rows, values=values))["a"]
+        logits = Driver(model).step({"a": ids.tolist()}, embeds=Embeds(rows=rows, values=values))[
+            "a"
+        ]
         assert gap(logits, wanted) <= bound
 
 

@@ -1,7 +1,9 @@
-"""A request's logits do not depend on how its tokens are split, on its neighbours, or on prefill against decode.
+"""A request's logits do not depend on how its tokens are split, on its neighbours, or on prefill
+against decode.
 
-Within the law: against the float64 references, a split run may err at most a small multiple of what the unsplit
-float32 run errs (the calibrated rule of `contracts.laws`, applied to the whole model). In deterministic mode: bit for bit.
+Within the law: against the float64 references, a split run may err at most a small multiple of
+what the unsplit float32 run errs (the calibrated rule of `contracts.laws`, applied to the whole
+model). In deterministic mode: bit for bit.
 """
 
 from __future__ import annotations
@@ -53,8 +55,12 @@ def subject(glm_oracle) -> Subject:
 MODES = ["fast", "exact"]
 
 
-def run_split(model: HybridModel, ids: list[int], cuts: list[int], company: list[list[int]] | None = None) -> Tensor:
-    """Feed `ids` in pieces; `company` requests enter one token less than all at the first piece, then decode."""
+def run_split(
+    model: HybridModel, ids: list[int], cuts: list[int], company: list[list[int]] | None = None
+) -> Tensor:
+    """Feed `ids` in pieces; `company` requests enter one token less than all at the first piece,
+    then decode.
+    """
     driver, pieces, at = Driver(model), [], 0
     for n, end in enumerate([*cuts, len(ids)]):
         parts = {"a": ids[at:end]}
@@ -68,7 +74,9 @@ def run_split(model: HybridModel, ids: list[int], cuts: list[int], company: list
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=8)
 @given(cuts=st.lists(st.integers(1, LENGTH - 1), max_size=5, unique=True).map(sorted))
-def test_any_split_of_the_prompt_gives_the_same(subject: Subject, mode: str, cuts: list[int]) -> None:
+def test_any_split_of_the_prompt_gives_the_same(
+    subject: Subject, mode: str, cuts: list[int]
+) -> None:
     model = getattr(subject, mode)
     subject.check(run_split(model, subject.ids, cuts), model)
 
@@ -81,8 +89,13 @@ def test_step_by_step_equals_prefill(subject: Subject, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=6)
-@given(cuts=st.lists(st.integers(1, LENGTH - 1), max_size=4, unique=True).map(sorted), company=st.integers(1, 3))
-def test_company_does_not_matter(subject: Subject, mode: str, cuts: list[int], company: int) -> None:
+@given(
+    cuts=st.lists(st.integers(1, LENGTH - 1), max_size=4, unique=True).map(sorted),
+    company=st.integers(1, 3),
+)
+def test_company_does_not_matter(
+    subject: Subject, mode: str, cuts: list[int], company: int
+) -> None:
     model = getattr(subject, mode)
     subject.check(run_split(model, subject.ids, cuts, subject.others[:company]), model)
 

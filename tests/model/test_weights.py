@@ -1,4 +1,6 @@
-"""Checkpoint loading: every stored tensor accounted for, damage refused by name, memory near the stored size."""
+"""Checkpoint loading: every stored tensor accounted for, damage refused by name, memory near the
+stored size.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def copy(glm_oracle, tmp_path: Path) -> Path:
 
 
 def edit(directory: Path, name: str, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Rewrite the shard that holds `name`, and the index, after `change` touched the shard's tensors."""
+    """Rewrite the shard that holds `name`, and the index, after `change` touched the shard's
+    tensors.
+    """
     index = json.loads((directory / INDEX).read_text())
     shard = index["weight_map"][name]
     tensors = load_file(directory / shard)
@@ -63,7 +67,13 @@ def refuse(directory: Path, kind: type[OxplowError], *told: str) -> None:
 
 
 def test_an_unknown_tensor_is_refused(copy: Path) -> None:
-    edit(copy, Q_A, lambda t: t.update({"model.language_model.layers.3.self_attn.rotary.inv_freq": torch.zeros(4)}))
+    edit(
+        copy,
+        Q_A,
+        lambda t: t.update(
+            {"model.language_model.layers.3.self_attn.rotary.inv_freq": torch.zeros(4)}
+        ),
+    )
     refuse(copy, WeightError, "rotary.inv_freq")
 
 
@@ -127,7 +137,9 @@ def test_a_shard_outside_the_directory_is_refused(copy: Path) -> None:
         (None, {"quantization_config": {"quant_method": "awq"}}, "awq"),
     ],
 )
-def test_an_unsupported_config_is_refused_by_field(copy: Path, section: str | None, values: dict, told: str) -> None:
+def test_an_unsupported_config_is_refused_by_field(
+    copy: Path, section: str | None, values: dict, told: str
+) -> None:
     set_config(copy, section, **values)
     refuse(copy, ConfigError, told)
 
@@ -147,7 +159,9 @@ def test_weight_and_scale_may_sit_in_different_shards(copy: Path, glm_oracle) ->
     index = json.loads((copy / INDEX).read_text())["weight_map"]
     assert index[name] != index[Q_A]
     ids = list(range(40))
-    assert torch.equal(Driver(before).step({"a": ids})["a"], Driver(our_model(copy)).step({"a": ids})["a"])
+    assert torch.equal(
+        Driver(before).step({"a": ids})["a"], Driver(our_model(copy)).step({"a": ids})["a"]
+    )
 
 
 def test_fp8_weights_stay_one_byte(copy: Path) -> None:
@@ -202,15 +216,22 @@ print(status("VmHWM") - before, Checkpoint(Path(sys.argv[1])).total_bytes)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak counter")
 def test_peak_memory_stays_near_the_stored_size(glm_oracle, tmp_path: Path) -> None:
     directory = widened(glm_oracle(seed=0), tmp_path / "wide")
-    out = subprocess.run([sys.executable, "-c", PEAK, str(directory)], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", PEAK, str(directory)], capture_output=True, text=True, check=True
+    )
     peak, stored = map(int, out.stdout.split())
     assert stored > 200 * 2**20
-    # One expert stack is copied at a time; everything else stays mapped. 15% covers one shard's pages.
-    assert peak <= 1.15 * stored + 32 * 2**20, f"peak {peak >> 20} MiB for {stored >> 20} MiB stored"
+    # One expert stack is copied at a time; everything else stays mapped. 15% covers one
+    # shard's pages.
+    assert peak <= 1.15 * stored + 32 * 2**20, (
+        f"peak {peak >> 20} MiB for {stored >> 20} MiB stored"
+    )
 
 
 def widened(source: Path, target: Path, width: int = 1024, experts: int = 24) -> Path:
-    """Write the tiny checkpoint again with many wide experts (zeros), so that memory is worth measuring."""
+    """Write the tiny checkpoint again with many wide experts (zeros), so that memory is worth
+    measuring.
+    """
     target.mkdir()
     config = json.loads((source / "config.json").read_text())
     config["text_config"] |= {"moe_intermediate_size": width, "n_routed_experts": experts}

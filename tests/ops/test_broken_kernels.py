@@ -23,7 +23,9 @@ ALL: tuple[Broken, ...] = tuple(
 @pytest.mark.parametrize("planted", ALL, ids=lambda b: f"{b.op}-{b.fault}".replace(" ", "_"))
 def test_a_broken_kernel_is_rejected_for_its_fault(planted: Broken) -> None:
     contract = CONTRACTS[planted.op]
-    finding = examine(contract, planted.fault, planted.run, contract.case(planted.case), dtype=torch.float32)
+    finding = examine(
+        contract, planted.fault, planted.run, contract.case(planted.case), dtype=torch.float32
+    )
     assert finding.reason is planted.reason, str(finding)
     assert finding.tensor == planted.tensor, str(finding)
 

@@ -1,4 +1,6 @@
-"""Every kernel against every case of its contract, in every activation dtype: generated, never hand-written."""
+"""Every kernel against every case of its contract, in every activation dtype: generated, never
+hand-written.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ CPU = torch.device("cpu")
 
 
 def _variants(op: str) -> list[tuple[torch.dtype, torch.dtype]]:
-    """Return (activation, weight) dtypes: every declared one, and bfloat16 weights under float32 arithmetic."""
+    """Return (activation, weight) dtypes: every declared one, and bfloat16 weights under float32
+    arithmetic.
+    """
     contract = CONTRACTS[op]
     variants = [(dtype, dtype) for dtype in contract.dtypes]
     if any(spec.role is Role.WEIGHT for spec in contract.inputs.values()):
@@ -25,7 +29,12 @@ def _variants(op: str) -> list[tuple[torch.dtype, torch.dtype]]:
 
 def _crossed() -> list[pytest.param]:
     return [
-        pytest.param(kernel, case.name, dtypes, id=f"{kernel.op}-{kernel.name}-{case.name}-{dtypes[0]}-{dtypes[1]}")
+        pytest.param(
+            kernel,
+            case.name,
+            dtypes,
+            id=f"{kernel.op}-{kernel.name}-{case.name}-{dtypes[0]}-{dtypes[1]}",
+        )
         for kernel in builtin_kernels()
         for case in CONTRACTS[kernel.op].cases
         for dtypes in _variants(kernel.op)
@@ -33,7 +42,9 @@ def _crossed() -> list[pytest.param]:
 
 
 @pytest.mark.parametrize(("kernel", "case", "dtypes"), _crossed())
-def test_kernel_conforms_to_its_contract(kernel: Kernel, case: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_kernel_conforms_to_its_contract(
+    kernel: Kernel, case: str, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
     dtype, weight = dtypes
     support = kernel.supports(Facts(device=CPU, dtype=dtype))
     if not support.ok:
@@ -41,11 +52,19 @@ def test_kernel_conforms_to_its_contract(kernel: Kernel, case: str, dtypes: tupl
     contract = CONTRACTS[kernel.op]
     for seed in (0, 1):
         finding = examine(
-            contract, kernel.name, kernel.run, contract.case(case), dtype=dtype, weight=weight, seed=seed
+            contract,
+            kernel.name,
+            kernel.run,
+            contract.case(case),
+            dtype=dtype,
+            weight=weight,
+            seed=seed,
         )
         assert finding.ok, str(finding)
 
 
 def test_every_contract_has_a_portable_kernel() -> None:
-    portable = {k.op for k in builtin_kernels() if k.supports(Facts(device=CPU, dtype=torch.float32)).ok}
+    portable = {
+        k.op for k in builtin_kernels() if k.supports(Facts(device=CPU, dtype=torch.float32)).ok
+    }
     assert sorted(set(CONTRACTS) - portable) == []
