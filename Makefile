@@ -1,6 +1,6 @@
 # Every target does its own set-up in .venv; a second run finds it done. `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test quick check format size
+.PHONY: help setup serve test quick check format structure size
 BIN := .venv/bin
 # One thread a process keeps runs repeatable and shared machines usable; set it to override.
 THREADS = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
@@ -31,6 +31,9 @@ check: setup  ## lint, format, types, quick tests, size of the house
 
 format: setup  ## let ruff format and mend what it safely can
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+structure:  ## write the map of modules in docs/structure.md from the docstrings
+	@python3 tools/structure_map.py
 
 size:  ## print the size table of the house
 	@python3 tools/size_table.py
