@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +19,15 @@ NUM_TOKENS = 67
 SIZES = ((4, 32), (4, 67), (2, 9), (3, 130), (4, 512))
 PER_TOKEN = {"mhc_collapse": ("streams",), "mhc_expand": ("streams", "y", "post", "mix")}
 INVARIANT = [k for k in builtin_kernels() if k.op in PER_TOKEN and k.invariant]
+
+
+@pytest.fixture(params=(1, 2))
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Run a test on one and on two threads; the former number comes back afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 def _build(op: str, size: tuple[int, int]) -> Args:
@@ -39,7 +50,7 @@ def test_both_ops_have_an_invariant_kernel() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("kernel", INVARIANT, ids=lambda k: f"{k.op}-{k.name}")
-def test_a_token_has_the_same_bits_in_every_company(kernel, size, dtype) -> None:
+def test_a_token_has_the_same_bits_in_every_company(kernel, size, dtype, threads) -> None:
     args = cast_args(CONTRACTS[kernel.op], _build(kernel.op, size), dtype)
     together = _rows(kernel, args, slice(None))
     for width in (1, 2, 3, 5, 8, 17, 64):

@@ -100,18 +100,19 @@ def mhc_collapse_invariant(
     mix = _balance_invariant(torch.softmax(logits, dim=-1).add_(mix_eps), mix_eps, iterations)
     x = pre[:, 0, None] * wide[:, 0]
     for stream in range(1, n):
-        x += pre[:, stream, None] * wide[:, stream]
+        x.addcmul_(pre[:, stream, None], wide[:, stream])
     return x.to(streams.dtype), post, mix
 
 
 def _balance_invariant(A: Tensor, eps: float, iterations: int) -> Tensor:
-    """Do the steps of `_balance`; each sum over n entries is added in index order."""
-    x = sum(A.unbind(1), start=A.new_full((), eps))  # [T, n]
+    """Do the steps of `_balance` with sums over n neighbours in memory instead of small products."""
+    At = A.transpose(1, 2).contiguous()
+    x = At.sum(-1, keepdim=True).add_(eps)
     y = torch.ones_like(x)
     for _ in range(iterations - 1):
-        y = sum((A / x.unsqueeze(1)).unbind(2), start=y * eps)
-        x = sum((A / y.unsqueeze(2)).unbind(1), start=x * eps)
-    return A.div_(y.unsqueeze(2)).div_(x.unsqueeze(1))
+        y = torch.add((A / x.transpose(1, 2)).sum(-1, keepdim=True), y, alpha=eps)
+        x = torch.add((At / y.transpose(1, 2)).sum(-1, keepdim=True), x, alpha=eps)
+    return A.div_(y).div_(x.transpose(1, 2))
 
 
 def mhc_expand_invariant(streams: Tensor, y: Tensor, post: Tensor, mix: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ def mhc_expand_invariant(streams: Tensor, y: Tensor, post: Tensor, mix: Tensor) 
     wide = streams.float()
     out = post.unsqueeze(-1) * y.float().unsqueeze(1)
     for origin in range(streams.shape[1]):
-        out += mix[:, origin, :, None] * wide[:, origin, None]
+        out.addcmul_(mix[:, origin, :, None], wide[:, origin, None])
     return out.to(streams.dtype)
 
 
