@@ -105,7 +105,7 @@ def mhc_collapse_invariant(
 
 
 def _balance_invariant(A: Tensor, eps: float, iterations: int) -> Tensor:
-    """Do the steps of `_balance` with sums over n neighbours in memory instead of small products."""
+    """Do the steps of `_balance` with sums over n neighbours in memory, no small products."""
     At = A.transpose(1, 2).contiguous()
     x = At.sum(-1, keepdim=True).add_(eps)
     y = torch.ones_like(x)
