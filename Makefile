@@ -20,7 +20,7 @@ test: setup  ## run the whole test suite
 
 quick: setup  ## run the tests that take less than a minute together
 	@echo "quick: the suite without the tests marked slow"
-	@$(THREADS) $(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(THREADS) $(BIN)/python -m pytest -m "not slow" --durations=10 --durations-min=5 $(ARGS)
 
 check: setup  ## lint, format, types, quick tests, size of the house
 	@echo "check [1/5] ruff check" && $(BIN)/ruff check .

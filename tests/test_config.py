@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oxplow.config import (
@@ -189,6 +189,7 @@ def test_whole_number_reads_the_same_from_text_and_from_a_value(number: int) -> 
     assert outcome(str(number)) == outcome(number)
 
 
+@settings(max_examples=40)  # each one is compared with every known name
 @given(st.text(max_size=30))
 def test_any_text_as_a_key_is_taken_or_refused_never_dropped(key: str) -> None:
     try:

@@ -93,7 +93,7 @@ def exports(sources: list[Source]) -> list[str]:
             if names is None:
                 continue
             where = f"{s.shown}:{node.lineno}: __all__"
-            if names != sorted(set(names)):
+            if names != sorted(set(names), key=_export_order):
                 found.append(f"{where} is not sorted or repeats a name")
                 continue
             known = set(_bound(s.tree.body))
@@ -119,6 +119,11 @@ def names(sources: list[Source]) -> list[str]:
             ):
                 found.append(f"{s.shown}:{node.lineno}: class {node.name} is not named by its role")
     return found
+
+
+def _export_order(name: str) -> tuple[int, str]:
+    """Order as import sorters do: CONSTANTS, then Classes, then the rest, each by name."""
+    return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name)
 
 
 def _lines(text: str) -> int:

@@ -130,6 +130,10 @@ PLANTS = {
         shape.exports, "model/glm.py", "b = a = 1\n__all__ = ['b', 'a']", "is not sorted",
         "b = a = 1\n__all__ = ['a', 'b']",
     ),
+    "class_before_constant_in_all": Plant(
+        shape.exports, "model/glm.py", "A1 = Aa = b = 1\n__all__ = ['Aa', 'A1', 'b']", "not sorted",
+        "A1 = Aa = b = 1\n__all__ = ['A1', 'Aa', 'b']",
+    ),
     "repeated_all": Plant(
         shape.exports, "model/glm.py", "a = 1\n__all__ = ['a', 'a']", "repeats a name",
         "a = 1\n__all__ = ['a']",
