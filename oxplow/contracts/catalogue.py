@@ -7,7 +7,18 @@ Invariant: names are unique and equal the contract's own.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from oxplow.contracts import dense, hyper, kda, mla, moe, sampling, vision
+from oxplow.contracts import (
+    dense,
+    hyper,
+    index,
+    kda,
+    mla,
+    moe,
+    pool_keys,
+    sampling,
+    sparse_mla,
+    vision,
+)
 from oxplow.contracts.schema import OpContract
 from oxplow.errors import ContractError
 
@@ -26,6 +37,9 @@ CONTRACTS: Mapping[str, OpContract] = _catalogue(
     hyper.CONTRACTS,
     kda.CONTRACTS,
     mla.CONTRACTS,
+    pool_keys.CONTRACTS,
+    index.CONTRACTS,
+    sparse_mla.CONTRACTS,
     moe.CONTRACTS,
     vision.CONTRACTS,
     sampling.CONTRACTS,

@@ -3,7 +3,7 @@
 One family per file; `KERNELS` concatenates the families.
 """
 
-from oxplow.ops.kernels.torch import dense, hyper, kda, mla, moe, sampling, vision
+from oxplow.ops.kernels.torch import dense, hyper, index, kda, mla, moe, sampling, vision
 
 __all__ = ["KERNELS"]
 
@@ -12,6 +12,7 @@ KERNELS = (
     *hyper.KERNELS,
     *kda.KERNELS,
     *mla.KERNELS,
+    *index.KERNELS,
     *moe.KERNELS,
     *vision.KERNELS,
     *sampling.KERNELS,
