@@ -94,7 +94,10 @@ class Close:
     square of the truth over the last axis. `calibrated` adds the row-wise error of the float32
     reference, for ops whose conditioning the dot bound does not see (recurrences, softmax,
     Sinkhorn); never the candidate's own. `roundings` counts casts to the output dtype on the way
-    (1: only the last).
+    (1: only the last). `stored(args)` is for kernels that keep intermediates in the output dtype
+    (rotated keys and softmax weights for matrix units, activations between two products): the
+    root-sum-square effect on each element of one relative error per intermediate, in units of
+    u_out, counted `factor` times.
     """
 
     length: Callable[[Mapping[str, Any]], int]
@@ -102,6 +105,7 @@ class Close:
     calibrated: bool = False
     factor: float = 4.0
     roundings: float = 1.0
+    stored: Callable[[Mapping[str, Any]], torch.Tensor] | None = None
 
     def bound(self, evidence: Evidence) -> torch.Tensor:
         """Return the largest allowed absolute error of every element, float64."""
@@ -113,9 +117,10 @@ class Close:
         allowed = UNIT_ROUNDOFF[torch.float32] * max(1, self.length(evidence.args)) ** 0.5 * scale
         if self.calibrated:
             allowed = allowed + _row_rms(evidence.baseline.double() - truth)
-        return (
-            self.factor * allowed + self.roundings * UNIT_ROUNDOFF[evidence.got.dtype] * truth.abs()
-        )
+        rounded = self.roundings * truth.abs()
+        if self.stored is not None:
+            rounded = rounded + self.factor * self.stored(evidence.args).double()
+        return self.factor * allowed + UNIT_ROUNDOFF[evidence.got.dtype] * rounded
 
     def judge(self, evidence: Evidence) -> Verdict:
         """Compare elementwise; finite where the truth is not (overwritten poison), or the
