@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oxplow.model.caches import CacheTensors
-from oxplow.model.mixers import Observe
+from oxplow.model.mixer import Observe
 from oxplow.model.network import HybridModel
 from oxplow.model.step import Embeds, SequenceRows, build_step
 

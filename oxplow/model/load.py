@@ -17,17 +17,24 @@ import torch
 from oxplow.errors import ConfigError, WeightError
 from oxplow.model import glm, kimi
 from oxplow.model.ffn import take_ffn
+from oxplow.model.kda_mixer import KdaMixer
 from oxplow.model.layers import Embedding, take_linear, take_norm
-from oxplow.model.mixers import MixerOptions, take_mixer
+from oxplow.model.mixer import MixerOptions
+from oxplow.model.mla_mixers import DenseMlaMixer, SparseMlaMixer
 from oxplow.model.mtp import DraftBlock
 from oxplow.model.network import HybridModel, Layer
 from oxplow.model.residual import HyperSite, PlainSite, Site
-from oxplow.model.spec import ModelSpec
+from oxplow.model.spec import MixerKind, ModelSpec
 from oxplow.model.vision import VisionTower
 from oxplow.model.weights import Checkpoint, Progress, read_config
 from oxplow.ops.table import OpTable
 
 _FAMILIES = {kind: family for family in (glm, kimi) for kind in family.MODEL_TYPES}
+_MIXERS: dict[MixerKind, type[KdaMixer] | type[DenseMlaMixer] | type[SparseMlaMixer]] = {
+    MixerKind.KDA: KdaMixer,
+    MixerKind.DENSE_MLA: DenseMlaMixer,
+    MixerKind.SPARSE_MLA: SparseMlaMixer,
+}
 _CACHE_FORMATS = {
     torch.float64: "float64",
     torch.float32: "float32",
@@ -138,7 +145,7 @@ def _take_layer(
     return Layer(
         mixer_site=_take_site(spec, source, ops, f"{prefix}hc_attn"),
         mixer_norm=take_norm(ops, source, f"{prefix}input_layernorm", text.hidden, text.norm_eps),
-        mixer=take_mixer(kinds.mixer, ops, source, f"{prefix}self_attn", i, text, options),
+        mixer=_MIXERS[kinds.mixer](ops, source, f"{prefix}self_attn", i, text, options),
         ffn_site=_take_site(spec, source, ops, f"{prefix}hc_ffn"),
         ffn_norm=take_norm(
             ops, source, f"{prefix}post_attention_layernorm", text.hidden, text.norm_eps

@@ -16,7 +16,8 @@ from oxplow.cache.spec import Component
 from oxplow.model.caches import CacheTensors
 from oxplow.model.ffn import MoeFfn
 from oxplow.model.layers import take_linear, take_norm
-from oxplow.model.mixers import MixerOptions, Observe, SparseMlaMixer
+from oxplow.model.mixer import MixerOptions, Observe
+from oxplow.model.mla_mixers import SparseMlaMixer
 from oxplow.model.spec import TextSpec
 from oxplow.model.step import StepInput
 from oxplow.model.weights import Checkpoint

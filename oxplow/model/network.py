@@ -18,7 +18,7 @@ from oxplow.errors import ConfigError
 from oxplow.model.caches import CacheTensors
 from oxplow.model.ffn import DenseFfn, MoeFfn
 from oxplow.model.layers import Embedding, Linear, RmsNorm, at_least_fp32
-from oxplow.model.mixers import Mixer, Observe
+from oxplow.model.mixer import Mixer, Observe
 from oxplow.model.mtp import DraftBlock
 from oxplow.model.residual import Site
 from oxplow.model.spec import ModelSpec

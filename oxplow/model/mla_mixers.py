@@ -1,15 +1,11 @@
-"""Token mixing: KDA, sparse MLA with its pooled indexer, and dense MLA.
+"""Latent attention: dense over every earlier token, or sparse over what the pooled indexer selects.
 
-Owns the three mixers and the cache components that each declares. Knows no residual and no
-scheduler. Invariant: a mixer reads and writes only the pools it declared, at the rows' own blocks
-and slots; decode rows and prefill rows are two op calls over one set of projections.
+Owns both MLA mixers and their components (latent, pool keys, tails). Knows no residual.
+Invariant: latents and pool keys are written before anything of the same step reads them, and a pool
+key is written once, when its last token arrives.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,166 +13,13 @@ from torch import Tensor
 from oxplow.cache.spec import Component, Per
 from oxplow.model.caches import LayerCaches
 from oxplow.model.layers import JoinedLinear, Linear, at_least_fp32, take_linear, take_norm
-from oxplow.model.spec import MixerKind, MlaSpec, TextSpec
+from oxplow.model.mixer import MixerOptions, Observe
+from oxplow.model.spec import MlaSpec, TextSpec
 from oxplow.model.step import Rows, StepInput
 from oxplow.model.weights import Checkpoint
 from oxplow.ops.table import OpTable
 
-Observe: TypeAlias = Callable[[str, int, Tensor], None]
-"""A probe's eye: called with (cut name, layer, tensor) at the named cuts of a forward pass."""
-
 _INDEX_NORM_EPS = 1e-6  # model.md 3: the indexer's LayerNorm has its own eps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixerOptions:
-    """What the caches look like and when selection may be skipped.
-
-    `block_size` tokens per cache block; `dtype` the name of the activation format that caches take;
-    `always_select` runs the indexer even where it selects everything (deterministic mode, probes).
-    """
-
-    block_size: int
-    dtype: str
-    always_select: bool = False
-
-
-class Mixer(Protocol):
-    """Mixes the tokens of a step."""
-
-    def components(self) -> tuple[Component, ...]:
-        """Return what this layer keeps per block and per slot."""
-        ...
-
-    def __call__(
-        self, x: Tensor, step: StepInput, caches: LayerCaches, observe: Observe | None
-    ) -> Tensor:
-        """Map x [T, D] to [T, D], reading and writing `caches`."""
-        ...
-
-
-class KdaMixer:
-    """Kimi Delta Attention: short convolution, gated delta rule, gated norm."""
-
-    def __init__(
-        self,
-        ops: OpTable,
-        source: Checkpoint,
-        prefix: str,
-        layer: int,
-        text: TextSpec,
-        options: MixerOptions,
-    ) -> None:
-        kda, hidden = text.kda, text.hidden
-        width = kda.num_heads * kda.head_dim
-        self._ops, self._kda, self._layer, self._options = ops, kda, layer, options
-        self._width = width
-        self._project = JoinedLinear(
-            ops,
-            [
-                *(source.matrix(f"{prefix}.{p}_proj.weight", width, hidden) for p in "qkv"),
-                source.matrix(f"{prefix}.f_a_proj.weight", kda.gate_rank, hidden),
-                source.matrix(f"{prefix}.g_a_proj.weight", kda.gate_rank, hidden),
-                source.matrix(f"{prefix}.b_proj.weight", kda.num_heads, hidden),
-            ],
-            sizes=[3 * width, kda.gate_rank, kda.gate_rank, kda.num_heads],
-        )
-        taps = [
-            source.vector(f"{prefix}.{p}_conv1d.weight", width, 1, kda.conv_width) for p in "qkv"
-        ]
-        self._taps = torch.cat(taps).squeeze(1)  # [3 * width, conv_width]
-        self._decay = take_linear(ops, source, f"{prefix}.f_b_proj", width, kda.gate_rank)
-        self._gate = take_linear(ops, source, f"{prefix}.g_b_proj", width, kda.gate_rank)
-        log_shape = (1, 1, kda.num_heads, 1) if kda.lower_bound is None else (kda.num_heads,)
-        self._a_log = source.vector(f"{prefix}.A_log", *log_shape, fp32=True).reshape(-1)
-        self._dt_bias = source.vector(f"{prefix}.dt_bias", width, fp32=True).view(
-            kda.num_heads, kda.head_dim
-        )
-        self._norm = source.vector(f"{prefix}.o_norm.weight", kda.head_dim)
-        self._norm_eps = text.norm_eps
-        self._out = take_linear(ops, source, f"{prefix}.o_proj", hidden, width)
-
-    def components(self) -> tuple[Component, ...]:
-        """State [H, V, K] in fp32, and the window of raw conv inputs [3, H*d, width-1] (q, k, v
-        by the first axis).
-        """
-        kda = self._kda
-        state = (
-            "float64" if self._options.dtype == "float64" else "float32"
-        )  # never narrower: model.md 8
-        return (
-            Component(
-                layer=self._layer, name="state", per=Per.SLOT, dtype=state, shard_axis=0,
-                shape=(kda.num_heads, kda.head_dim, kda.head_dim),
-            ),
-            Component(
-                layer=self._layer, name="window", per=Per.SLOT, dtype=self._options.dtype,
-                shard_axis=1, shape=(3, self._width, kda.conv_width - 1),
-            ),
-        )  # fmt: skip
-
-    def __call__(
-        self, x: Tensor, step: StepInput, caches: LayerCaches, observe: Observe | None
-    ) -> Tensor:
-        """Mix decode rows with the recurrent op and prefill rows with the chunked one."""
-        kda = self._kda
-        raw, low_decay, low_gate, beta = self._project(x)
-        decay = self._decay(low_decay).view(-1, kda.num_heads, kda.head_dim)
-        g = self._ops.kda_gate(decay, self._a_log, self._dt_bias, lower_bound=kda.lower_bound)
-        beta = at_least_fp32(beta).sigmoid()
-        parts = []
-        if step.decode is not None:
-            parts.append(self._decode(raw, g, beta, step.decode, caches))
-        if step.prefill is not None:
-            parts.append(self._prefill(raw, g, beta, step.prefill, caches))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        gate = self._gate(low_gate).view(-1, kda.num_heads, kda.head_dim)
-        out = self._ops.gated_rms_norm(out, gate, self._norm, eps=self._norm_eps)
-        return self._out(out.view(-1, self._width))
-
-    def _decode(
-        self, raw: Tensor, g: Tensor, beta: Tensor, rows: Rows, caches: LayerCaches
-    ) -> Tensor:
-        here = slice(rows.start, rows.stop)
-        mixed = self._ops.short_conv_decode(
-            raw[here], self._taps, self._window(caches), rows.state_slots
-        )
-        q, k, v = self._heads(mixed)
-        return self._ops.kda_decode(q, k, v, g[here], beta[here], caches["state"], rows.state_slots)
-
-    def _prefill(
-        self, raw: Tensor, g: Tensor, beta: Tensor, rows: Rows, caches: LayerCaches
-    ) -> Tensor:
-        here = slice(rows.start, rows.stop)
-        mixed = self._ops.short_conv(
-            raw[here],
-            self._taps,
-            self._window(caches),
-            rows.state_slots,
-            rows.has_state,
-            rows.cu_seqlens,
-        )
-        q, k, v = self._heads(mixed)
-        return self._ops.kda_prefill(
-            q,
-            k,
-            v,
-            g[here],
-            beta[here],
-            caches["state"],
-            rows.state_slots,
-            rows.has_state,
-            rows.cu_seqlens,
-            lower_bound=self._kda.lower_bound,
-        )
-
-    def _window(self, caches: LayerCaches) -> Tensor:
-        window = caches["window"]
-        return window.view(window.shape[0], 3 * self._width, -1)
-
-    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = mixed.view(-1, 3, self._kda.num_heads, self._kda.head_dim).unbind(1)
-        return q, k, v
 
 
 class _Mla:
@@ -408,23 +251,3 @@ class SparseMlaMixer:
         return self._ops.sparse_mla_prefill(
             query, *weights, latents, table, selected, rows.cu_seqlens
         )
-
-
-_MIXERS: dict[MixerKind, type[KdaMixer] | type[DenseMlaMixer] | type[SparseMlaMixer]] = {
-    MixerKind.KDA: KdaMixer,
-    MixerKind.DENSE_MLA: DenseMlaMixer,
-    MixerKind.SPARSE_MLA: SparseMlaMixer,
-}
-
-
-def take_mixer(
-    kind: MixerKind,
-    ops: OpTable,
-    source: Checkpoint,
-    prefix: str,
-    layer: int,
-    text: TextSpec,
-    options: MixerOptions,
-) -> Mixer:
-    """Take the token mixer of one layer from a checkpoint."""
-    return _MIXERS[kind](ops, source, prefix, layer, text, options)
