@@ -42,13 +42,36 @@ KDA_LAYERS = tuple(i for i in range(NUM_LAYERS) if i not in MLA_LAYERS)
 HIDDEN = 128
 SHARD_BYTES = 2_000_000
 
-SPECIAL_TOKENS = (
-    "<|endoftext|> [MASK] [gMASK] [sMASK] <sop> <eop> <|system|> <|user|> <|assistant|> "
-    "<|observation|> <|begin_of_image|> <|end_of_image|> <|begin_of_video|> <|end_of_video|> "
-    "<|begin_of_audio|> <|end_of_audio|> <think> </think> <tool_call> </tool_call> "
-    "<tool_response> </tool_response> <arg_key> </arg_key> <arg_value> </arg_value> "
-    "<|image|> <|video|>"
-).split()
+SPECIAL_TOKENS = [
+    "<|endoftext|>",
+    "[MASK]",
+    "[gMASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+    "<|begin_of_audio|>",
+    "<|end_of_audio|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<|image|>",
+    "<|video|>",
+]
 EOS_TOKENS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 MARKERS = {
     "image_token_id": "<|image|>",
@@ -63,7 +86,15 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
 )
 # Stored as FP8 blocks: MLA projections without kv_b, and every MLP. Never KDA, indexer or vision.
-FP8_PROJECTIONS = "q_a_proj q_b_proj kv_a_proj_with_mqa o_proj gate_proj up_proj down_proj".split()
+FP8_PROJECTIONS = [
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+]
 
 __all__ = ["Glm5NextOracle", "build", "main"]
 

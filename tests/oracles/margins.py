@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# Two fp32 formulations of the tiny models differ by about 1e-5 in logits and index scores. A cut that
-# is closer may fall either way without anybody being wrong.
+# Two fp32 formulations of the tiny models differ by about 1e-5 in logits and index scores. A cut
+# that is closer may fall either way without anybody being wrong.
 MIN_GAP = 1e-5
 # Router scores lie in (0, 1) and differ less: 2.3e-6 at most between one prefill and step by step.
 MIN_ROUTER_GAP = 3e-6
@@ -61,7 +61,7 @@ class CutMargins(TorchFunctionMode):
 
 
 def greedy_margin(logits: Tensor) -> float:
-    """Return the smallest lead of the best token over the second best; logits are [steps, vocab]."""
+    """Return the smallest lead of the best token over the second; logits are [steps, vocab]."""
     best = logits.topk(2, dim=-1).values
     return float((best[:, 0] - best[:, 1]).min())
 

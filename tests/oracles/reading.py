@@ -8,9 +8,13 @@ Invariant: nothing here changes a directory.
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import safe_open
-from torch import Tensor
+
+if TYPE_CHECKING:
+    # Not at run time: the fixtures load with every pytest, most of which need no torch.
+    from torch import Tensor
 
 NOTES_FILE = "reference.json"
 TENSORS_FILE = "reference.safetensors"
@@ -27,7 +31,7 @@ class Oracle:
     notes: dict[str, object]
     keys: frozenset[str]
 
-    def tensor(self, key: str) -> Tensor:
+    def tensor(self, key: str) -> "Tensor":
         """Read one reference tensor; a KeyError names the key that the directory lacks."""
         if key not in self.keys:
             raise KeyError(f"{self.directory / TENSORS_FILE} has no tensor {key!r}")

@@ -65,7 +65,7 @@ def write_shards(
     shard_bytes: int,
     last_shard: Sequence[str] = (),
 ) -> None:
-    """Write `tensors` as shards of about `shard_bytes`, those named in `last_shard` apart, at the end."""
+    """Write shards of about `shard_bytes`; tensors named in `last_shard` go into one at the end."""
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
     for name, tensor in tensors.items():
