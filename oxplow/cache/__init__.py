@@ -1,1 +1,1 @@
-"""Where memory lives: what each layer keeps per request, in blocks and slots. No torch."""
+"""Where memory lives, as numbers: components, blocks, slots, prefixes, the byte plan; no torch."""

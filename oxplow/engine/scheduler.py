@@ -1,0 +1,307 @@
+"""Who computes what in the next step.
+
+Owns the queue, the running set, admission, the division of the prefill budget and preemption.
+Knows no tensor and no clock; state is moved through a `StateMover`.
+Invariant: a step holds every running decode row it has blocks for and at most its budget of
+prefill tokens; admitted prompts always find their blocks; the best-ranked running choice is never
+preempted for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from oxplow.cache.blocks import SlotId
+from oxplow.cache.manager import CacheManager, Hit
+from oxplow.engine.chunks import ChunkRules
+from oxplow.engine.options import MemoryOptions, SchedulerOptions
+from oxplow.engine.pacing import Pacer
+from oxplow.engine.request import Choice, Picture, RequestStatus
+from oxplow.engine.steps import Scheduled, StepPlan
+
+
+class StateMover(Protocol):
+    """Moves state at the scheduler's word, before anything else may touch the memory."""
+
+    def copy_slot(self, source: SlotId, target: SlotId) -> None:
+        """Copy all slot components."""
+        ...
+
+    def save(self, choice: Choice) -> object | None:
+        """Copy a running choice's state to the host; None where it should be recomputed."""
+        ...
+
+    def load(self, choice: Choice, saved: object) -> None:
+        """Put saved state into the choice's new blocks and slot."""
+        ...
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Prefill tokens of one step and who may still take them."""
+
+    left: int
+    short_left: int
+    long_left: int
+    floors: int  # kept back for partial prefills that have not had their turn
+
+    def grant(self, wanted: int, floor: int, *, is_short: bool) -> int:
+        """Take up to `wanted` tokens, at least `floor` of them."""
+        of_class = self.short_left if is_short else self.long_left
+        given = max(min(wanted, floor, self.left), min(wanted, of_class, self.left - self.floors))
+        return max(0, given)
+
+    def spend(self, tokens: int, *, is_short: bool) -> None:
+        """Book tokens that were really scheduled."""
+        self.left -= tokens
+        if is_short:
+            self.short_left -= tokens
+        else:
+            self.long_left -= tokens
+
+
+class Scheduler:
+    """One queue, one running set, one plan a step."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        mover: StateMover,
+        pacer: Pacer,
+        options: SchedulerOptions,
+        memory: MemoryOptions,
+        is_resident: Callable[[Picture], bool] = lambda picture: picture.rows is not None,
+    ) -> None:
+        self.cache, self.pacer = cache, pacer
+        self.options, self.memory = options, memory
+        self._mover = mover
+        self.rules = ChunkRules(
+            cache.plan.block_size,
+            memory,
+            keeps_states=cache.reuses_prefixes,
+            is_resident=is_resident,
+        )
+        self.waiting: list[Choice] = []
+        self.running: list[Choice] = []
+        self.num_preemptions = 0
+        self._last_victim: Choice | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Tell whether anybody waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def add(self, choice: Choice, now: float) -> None:
+        """Queue a choice; its deadline grows with its prompt."""
+        choice.arrival = now
+        choice.deadline = now + self.options.deadline_token_s * len(choice.token_ids)
+        self.waiting.append(choice)
+
+    def remove(self, choice: Choice) -> None:
+        """Forget a choice wherever it stands and free what it holds."""
+        if choice in self.running:
+            self.running.remove(choice)
+            self.cache.release(choice.owner)
+        elif choice in self.waiting:
+            self.waiting.remove(choice)
+        choice.saved = None
+        if self._last_victim is choice:
+            self._last_victim = None
+
+    def schedule(self) -> StepPlan:
+        """Choose the rows of the next step, admitting and preempting as needed."""
+        plan = StepPlan()
+        for choice in sorted((c for c in self.running if c.is_decoding), key=_rank):
+            if choice.status is not RequestStatus.RUNNING:
+                continue  # lost its memory to a better one a moment ago
+            if self._make_room(choice, choice.computed_tokens + 1, plan):
+                plan.rows.append(_row(choice, choice.computed_tokens + 1))
+        self._schedule_prefill(plan)
+        plan.rows.sort(key=lambda row: not row.is_decode)
+        return plan
+
+    def wanted_pictures(self) -> Iterable[tuple[Choice, Picture]]:
+        """Yield each running prefill with the picture that it needs next, best-ranked first."""
+        for choice in sorted((c for c in self.running if not c.is_decoding), key=_rank):
+            for picture in choice.request.pictures:
+                if picture.span.end > choice.computed_tokens:
+                    yield choice, picture
+                    break
+
+    # --- prefill -----------------------------------------------------------------------------
+
+    def _schedule_prefill(self, plan: StepPlan) -> None:
+        total = self.pacer.budget(plan.decode_rows)
+        partial = [c for c in self.running if not c.is_decoding]
+        candidates = sorted([*partial, *self.waiting], key=_rank)
+        if not candidates:
+            return
+        floor = min(self.cache.plan.block_size, max(1, total // max(1, len(partial))))
+        budget = self._budget(total, candidates, floor * len(partial))
+        open_prefills = len(partial)
+        is_queue_open = True
+        for choice in candidates:
+            if choice in plan.preempted:
+                continue  # lost its memory in this very step
+            if choice.status is RequestStatus.RUNNING:
+                budget.floors -= floor
+                self._continue(choice, budget, floor, plan)
+                continue
+            if not is_queue_open or budget.left - budget.floors <= 0 or _waits_for_leader(choice):
+                continue
+            short = self._is_short(choice)
+            places = self.options.max_partial - (0 if short else 1)
+            if open_prefills >= max(1, places) and choice.pending_tokens > budget.left:
+                continue  # it would be one more unfinished prompt
+            is_queue_open = self._admit(choice, plan)
+            if is_queue_open:
+                if choice.is_decoding:
+                    if self._make_room(choice, choice.computed_tokens + 1, plan):
+                        plan.rows.append(_row(choice, choice.computed_tokens + 1))
+                    continue
+                self._continue(choice, budget, 0, plan)
+                open_prefills += choice.pending_tokens > 2 * self.cache.plan.block_size
+
+    def _continue(self, choice: Choice, budget: _Budget, floor: int, plan: StepPlan) -> None:
+        short = self._is_short(choice)
+        given = budget.grant(choice.pending_tokens, floor, is_short=short)
+        stop = self.rules.stop(choice, choice.computed_tokens + given)
+        if stop <= choice.computed_tokens:
+            plan.is_blocked_on_pictures |= given > 0
+            return
+        if not self._make_room(choice, stop, plan):
+            return
+        plan.rows.append(_row(choice, stop))
+        budget.spend(stop - choice.computed_tokens, is_short=short)
+
+    def _budget(self, total: int, candidates: list[Choice], floors: int) -> _Budget:
+        """Divide the step: where short and long prompts both want it, each keeps its share."""
+        kept = int(total * self.options.short_share)
+        shorts = sum(self._is_short(c) for c in candidates)
+        return _Budget(
+            left=total,
+            short_left=total - kept if shorts < len(candidates) else total,
+            long_left=total - kept if shorts else total,
+            floors=floors,
+        )
+
+    def _is_short(self, choice: Choice) -> bool:
+        return choice.pending_tokens <= self.options.short_tokens
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def reserve_tokens(self, choice: Choice) -> int:
+        """Return for how many tokens an admission promises blocks."""
+        known = len(choice.token_ids)
+        return known + int((choice.max_len - 1 - known) * self.memory.output_share)
+
+    def _admit(self, choice: Choice, plan: StepPlan) -> bool:
+        """Give a waiting choice its memory; False where there is none yet."""
+        hit = self._lookup(choice)
+        while not self.cache.fits(hit, self.reserve_tokens(choice)):
+            victim = self._victim(choice, below=choice.request.priority)
+            if victim is None or not self._could_yield(choice, hit):
+                return False
+            self._preempt(victim, plan)
+            hit = self._lookup(choice)
+        holding = self.cache.admit(choice.owner, hit, self.reserve_tokens(choice))
+        self.waiting.remove(choice)
+        self.running.append(choice)
+        choice.move(RequestStatus.RUNNING)
+        plan.admitted.append(choice)
+        if choice.saved is not None:
+            if not self.cache.grow(choice.owner, choice.computed_tokens):
+                raise AssertionError(f"{choice.owner}: no room for what was reserved")
+            self._mover.load(choice, choice.saved)
+            choice.saved = None
+            return True
+        if choice.cached_tokens is None:
+            choice.cached_tokens, choice.miss = hit.tokens, hit.miss.value
+            self.cache.count(hit, choice.prompt_len)
+        if hit.snapshot is not None:
+            self._mover.copy_slot(hit.snapshot.slot, holding.slot)
+        choice.computed_tokens = hit.tokens
+        choice.branch_position = hit.matched_tokens if hit.matched_tokens > hit.tokens else 0
+        return True
+
+    def _lookup(self, choice: Choice) -> Hit:
+        allowed = choice.request.reuse_prefix and not choice.wants_prompt_logprobs
+        allowed = allowed and choice.saved is None
+        choice.chain.extend(choice.token_ids)
+        return self.cache.lookup(choice.chain, len(choice.token_ids), allowed=allowed)
+
+    def _make_room(self, choice: Choice, num_tokens: int, plan: StepPlan) -> bool:
+        """Grow a running choice, preempting worse ones; False where it was itself the worst."""
+        while not self.cache.grow(choice.owner, num_tokens):
+            victim = self._victim(choice)
+            if victim is None:
+                self._preempt(choice, plan)
+                return False
+            self._preempt(victim, plan)
+        return True
+
+    def _victim(self, choice: Choice, below: int | None = None) -> Choice | None:
+        """Return the running choice to preempt for `choice`: worse-ranked, latest, shortest.
+
+        `below` asks for a strictly less urgent priority. One that was preempted last, and one that
+        gained nothing since, are spared while others are there.
+        """
+        worse = [c for c in self.running if c is not choice and _rank(c) > _rank(choice)]
+        if below is not None:
+            worse = [c for c in worse if c.request.priority > below]
+        fresh = [
+            c
+            for c in worse
+            if c is not self._last_victim and len(c.token_ids) > c.last_preempted_len
+        ]
+        if below is not None:
+            worse = fresh  # never take turns over a mere wish
+        pool = fresh or worse
+        return max(
+            pool, key=lambda c: (c.request.priority, c.arrival, -c.computed_tokens), default=None
+        )
+
+    def _could_yield(self, choice: Choice, hit: Hit) -> bool:
+        """Tell whether all less urgent choices together hold enough for `choice`."""
+        freed = 0
+        for other in self.running:
+            if other.request.priority > choice.request.priority:
+                holding = self.cache.holdings[other.owner]
+                single = sum(self.cache.blocks.references(b) == 1 for b in holding.block_ids)
+                freed += single + holding.promised
+        return freed >= self.cache.missing_blocks(hit, self.reserve_tokens(choice))
+
+    def _preempt(self, choice: Choice, plan: StepPlan) -> None:
+        plan.rows[:] = [row for row in plan.rows if row.choice is not choice]
+        choice.saved = self._mover.save(choice)
+        self.cache.release(choice.owner)
+        self.running.remove(choice)
+        self.waiting.append(choice)
+        choice.move(RequestStatus.PREEMPTED)
+        if choice.saved is None:
+            choice.computed_tokens = 0
+        choice.num_preemptions += 1
+        choice.last_preempted_len = len(choice.token_ids)
+        self.num_preemptions += 1
+        self._last_victim = choice
+        plan.preempted.append(choice)
+
+
+def _rank(choice: Choice) -> tuple[int, float, str, int]:
+    return choice.sort_key
+
+
+def _row(choice: Choice, stop: int) -> Scheduled:
+    return Scheduled(choice, choice.computed_tokens, stop)
+
+
+def _waits_for_leader(choice: Choice) -> bool:
+    leader = choice.leader
+    return (
+        leader is not None
+        and not leader.status.is_terminal
+        and leader.computed_tokens < leader.prompt_len
+        and leader.num_answered == 0
+    )
