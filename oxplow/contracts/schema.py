@@ -84,6 +84,12 @@ class Cost:
     flops: int
 
 
+def moved_bytes(args: Args, *names: str) -> int:
+    """Return the bytes of the named tensors, each counted once; absent ones count nothing."""
+    tensors = [args[name] for name in names]
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """A rule that inputs obey, in words and as a predicate over the arguments."""
