@@ -10,7 +10,7 @@ errors of a declared-precision baseline).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -44,13 +44,15 @@ class Evidence:
     """What a check sees: the candidate's tensor, the float64 truth and the float32 reference run.
 
     `baseline` is the same reference run in float32 (before the output cast); `args` are the inputs
-    as the candidate saw them, before any mutation.
+    as the candidate saw them, before any mutation; `outputs` are all of the candidate's outputs by
+    name, for a check that judges one in the light of another (weights of the experts it picked).
     """
 
     got: torch.Tensor
     truth: torch.Tensor
     baseline: torch.Tensor
     args: Mapping[str, Any]
+    outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Check(Protocol):

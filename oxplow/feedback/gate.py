@@ -202,7 +202,9 @@ def _judge(contract: OpContract, args: Args, got: dict[str, Tensor]) -> float:
                 name,
                 f"has shape {tuple(value.shape)}, wanted {tuple(truth[name].shape)}",
             )
-        evidence = Evidence(got=value, truth=truth[name], baseline=baseline[name], args=args)
+        evidence = Evidence(
+            got=value, truth=truth[name], baseline=baseline[name], args=args, outputs=got
+        )
         verdict = contract.checks[name].judge(evidence)
         if not verdict.ok:
             raise _Stop(Reason.NUMERICS, name, verdict.reason, verdict.worst)
