@@ -1,7 +1,8 @@
 """Recipes and rules for state pools, shared by the short convolution and the delta rule.
 
 Owns how a case deals slots to sequences and how a constraint reads them. Knows no op.
-Invariant: every pool entry that a call must not read (unused, or of a fresh row) is NaN.
+Invariant: a pool entry that a call must not read (unused, or of a fresh row) is NaN, but for those
+that padding rows might write by mistake.
 """
 
 from __future__ import annotations
@@ -35,8 +36,14 @@ def mark_states(rows: int, fresh: Sequence[int] = ()) -> Tensor:
 def fill_pool(
     sizes: tuple[int, ...], slots: Tensor, kept: Tensor, g: torch.Generator, scale: float = 1.0
 ) -> Tensor:
-    """Return a NaN pool [rows + 3, *sizes] where only slots of rows with a state hold numbers."""
+    """Return a NaN pool [rows + 3, *sizes] where only slots of rows with a state hold numbers.
+
+    Beside padding rows the first and the last slot hold numbers too, as a request would that is not
+    in this call: a NaN there would hide that a padding row wrote it.
+    """
     pool = torch.full((len(slots) + 3, *sizes), float("nan"))
+    if (slots < 0).any():
+        pool[[0, -1]] = torch.randn(2, *sizes, generator=g) * scale
     for slot, has_state in zip(slots.tolist(), kept.tolist(), strict=True):
         if slot >= 0 and has_state:
             pool[slot] = torch.randn(sizes, generator=g) * scale

@@ -15,14 +15,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oxplow.ops.kernels.torch.invariant import sigmoid, softplus
 from oxplow.ops.kernels.torch.kda_chunk import L2_EPS, kda_prefill_chunked
 from oxplow.ops.table import Kernel
 
 _CONV_TILE = 1 << 15
 """Elements of a convolution tile: 128 KiB of float32, so that a tile's passes stay in cache."""
 
-_STATE_TILE = {"cpu": 1 << 18, "other": 1 << 26}
-"""State elements of a decode tile (one row at least): bounds the temporaries."""
+_STATE_TILE = {"cpu": 1 << 17, "other": 1 << 26}
+"""State elements of a tile: bounds the temporaries, and keeps the CPU's passes in cache."""
+
+
+_FEW_STEPS = 16
+"""Length up to which steps beat chunks: a chunk costs some 150 calls however short it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +63,8 @@ def _known_live(state_slots: Tensor) -> bool:
 # --- short convolution
 
 
-def _silu_to(y: Tensor, total: Tensor, work: Tensor) -> None:
-    """Write total / (1 + exp(-total)) to `y`; an infinite exponential gives 0, as it should."""
-    torch.neg(total, out=work).exp_().add_(1)
-    y.copy_(total.div_(work))
+def _silu_to(y: Tensor, total: Tensor) -> None:
+    torch.mul(total, sigmoid(total), out=y)
 
 
 def _slide(x: Tensor, weight: Tensor, y: Tensor) -> None:
@@ -78,7 +81,7 @@ def _slide(x: Tensor, weight: Tensor, y: Tensor) -> None:
         torch.mul(x[a:b], weight[0], out=total)
         for j in range(1, weight.shape[0]):
             total.add_(torch.mul(x[a + j : b + j], weight[j], out=product))
-        _silu_to(y[a:b], total, product)
+        _silu_to(y[a:b], total)
 
 
 def short_conv(
@@ -130,20 +133,24 @@ def short_conv_decode(x: Tensor, weight: Tensor, window: Tensor, state_slots: Te
     y = torch.empty_like(x)
     if x.shape[0] == 0:
         return y
-    old = window.index_select(0, state_slots.clamp_min(0))  # [N, C, W-1]
-    taps = torch.cat((old, x[:, :, None]), 2)
-    products = (
-        taps * weight.float()
-    )  # float32, rounded before they are added in the order of _slide
-    total = products[:, :, 0]
-    for j in range(1, weight.shape[1]):
-        total = total + products[:, :, j]
-    _silu_to(y, total, torch.empty_like(total))
-    if _known_live(state_slots):
-        window.index_copy_(0, state_slots.long(), taps[:, :, 1:])
+    all_live = _known_live(state_slots)
+    slots = state_slots if all_live else state_slots.clamp_min(0)
+    old = window.index_select(0, slots)  # [N, C, W-1]
+    taps = weight.float()
+    past = old * taps[:, :-1]  # products are rounded, then added in the order of _slide
+    total = past[:, :, 0]
+    for j in range(1, past.shape[2]):
+        total = total + past[:, :, j]
+    _silu_to(y, total + x * taps[:, -1])
+    # over channels and taps in one run, the window moves by one place; then the last tap is filled
+    new = torch.empty_like(old)
+    new.view(len(x), -1)[:, :-1] = old.view(len(x), -1)[:, 1:]
+    new[:, :, -1] = x
+    if all_live:
+        window.index_copy_(0, slots.long(), new)
         return y
     live = state_slots >= 0
-    _Scatter.of(state_slots, live).write(window, taps[:, :, 1:])
+    _Scatter.of(state_slots, live).write(window, new)
     return y.masked_fill_(~live[:, None], 0)
 
 
@@ -156,12 +163,10 @@ def kda_gate(f: Tensor, a_log: Tensor, dt_bias: Tensor, *, lower_bound: float | 
     That is lower_bound * sigmoid(rate * raw) with rate = exp(a_log) and raw = f + dt_bias, or
     -rate * softplus(raw) without a bound.
     """
-    raw = f.float() + dt_bias
-    rate = a_log.exp()[:, None].neg_()  # [H, 1], negative
+    raw, rate = f.float() + dt_bias, a_log.exp()[:, None]  # [T, H, K], [H, 1]
     if lower_bound is None:
-        softplus = raw.abs().neg_().exp_().log1p_().add_(raw.clamp_min_(0))
-        return softplus.mul_(rate)
-    return raw.mul_(rate).exp_().add_(1).reciprocal_().mul_(lower_bound)
+        return softplus(raw).mul_(-rate)
+    return sigmoid(raw.mul_(rate)).mul_(lower_bound)
 
 
 # --- one step of the delta rule
@@ -174,8 +179,11 @@ def _row_sum(x: Tensor) -> Tensor:
     length gives. Elsewhere the launch shape depends on the number of rows: there rows are folded
     in halves.
     """
-    if x.device.type == "cpu":
-        return x.sum(-1)
+    return x.sum(-1) if x.device.type == "cpu" else _folded(x)
+
+
+def _folded(x: Tensor) -> Tensor:
+    """Sum the last axis by adding halves, in place: elementwise additions only."""
     n = x.shape[-1]
     while n > 1:
         half = n // 2
@@ -184,30 +192,37 @@ def _row_sum(x: Tensor) -> Tensor:
     return x[..., 0]
 
 
-def _normalised(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q / |q| * K**-0.5 and k / |k| in float32, [T, H, K]."""
+def _unit(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q / |q| and k / |k| in float32, [T, H, K]; the output takes the factor K**-0.5."""
     both = torch.stack((q, k)).float()
-    scale = _row_sum(both * both).add_(L2_EPS).rsqrt_()
-    scale[0].mul_(q.shape[-1] ** -0.5)
-    query, key = both.mul_(scale[..., None])
+    query, key = both.mul_(_row_sum(both * both).add_(L2_EPS).rsqrt_()[..., None])
     return query, key
 
 
-def _advance(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Advance `state` [n, H, V, K] by one token in place; returns o [n, H, V] float32.
-
-    Takes a temporary of the state's size, twice.
-    """
-    state.mul_(decay[:, :, None, :])
-    correction = (v - _row_sum(state * k[:, :, None, :])).mul_(beta[:, :, None])
-    state.addcmul_(correction[..., None], k[:, :, None, :])
-    return _row_sum(state * q[:, :, None, :])
+def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """Advance `state` [..., V, K] by one token in place; returns o [..., V] float32, not scaled."""
+    key = k.unsqueeze(-2)
+    state.mul_(decay.unsqueeze(-2))
+    correction = (v - _row_sum(state * key)).mul_(beta.unsqueeze(-1))
+    state.addcmul_(correction.unsqueeze(-1), key)
+    return _row_sum(state * q.unsqueeze(-2))
 
 
-def _tile_rows(state: Tensor) -> int:
-    """Return how many rows of states a tile holds."""
-    limit = _STATE_TILE["cpu" if state.device.type == "cpu" else "other"]
-    return max(1, limit // max(1, state[0].numel()))
+def _advance(state: Tensor, *token: Tensor) -> Tensor:
+    """Take a `_step` for `state` [n, H, V, K] (contiguous) in tiles; returns o [n, H, V]."""
+    tile = max(1, _tile_elements(state) // (state.shape[2] * state.shape[3]))
+    if state.shape[0] * state.shape[1] <= tile:
+        return _step(state, *token)
+    lanes, flat = state.flatten(0, 1), [x.flatten(0, 1) for x in token]
+    parts = [
+        _step(lanes[a : a + tile], *(x[a : a + tile] for x in flat))
+        for a in range(0, lanes.shape[0], tile)
+    ]
+    return torch.cat(parts).view(*state.shape[:2], -1)
+
+
+def _tile_elements(state: Tensor) -> int:
+    return _STATE_TILE["cpu" if state.device.type == "cpu" else "other"]
 
 
 def kda_decode(
@@ -218,10 +233,10 @@ def kda_decode(
     Works through tiles of rows. On the CPU, where looking at the slots is no sync, a tile whose
     slots count up one by one is updated where it lies; another one is gathered and scattered.
     """
-    query, key = _normalised(q, k)
+    query, key = _unit(q, k)
     inputs = (query, key, v.float(), g.exp(), beta)
     known = state_slots.tolist() if state_slots.device.type == "cpu" else None
-    step, rows = _tile_rows(state), q.shape[0]
+    step, rows = max(1, _tile_elements(state) // max(1, state[0].numel())), q.shape[0]
     parts = []
     for a in range(0, rows, step):
         tile = inputs if rows <= step else tuple(x[a : a + step] for x in inputs)
@@ -229,16 +244,18 @@ def kda_decode(
             parts.append(_advance_blind(state, state_slots[a : a + step], *tile))
         else:
             parts.append(_advance_known(state, known[a : a + step], *tile))
-    if len(parts) == 1:
-        return parts[0].to(v.dtype)
-    return torch.cat(parts).to(v.dtype) if parts else torch.empty_like(v)
+    if not parts:
+        return torch.empty_like(v)
+    o = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return o.mul_(q.shape[-1] ** -0.5).to(v.dtype)
 
 
 def _advance_known(state: Tensor, slots: list[int], *tile: Tensor) -> Tensor:
     """Advance rows whose slots are known on the host; o is zero for padding."""
     begin, n = slots[0], len(slots)
-    if begin >= 0 and slots == list(range(begin, begin + n)):
-        return _advance(state[begin : begin + n], *tile)
+    here = state[begin : begin + n]
+    if begin >= 0 and slots == list(range(begin, begin + n)) and here.is_contiguous():
+        return _advance(here, *tile)
     at = torch.tensor([slot for slot in slots if slot >= 0], dtype=torch.int64)
     moved = state.index_select(0, at)
     if len(at) == n:
@@ -258,6 +275,26 @@ def _advance_blind(state: Tensor, slots: Tensor, *tile: Tensor) -> Tensor:
     o = _advance(moved, *tile)
     _Scatter.of(slots, live).write(state, moved)
     return o.masked_fill_(~live[:, None, None], 0)
+
+
+def kda_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    has_state: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    lower_bound: float | None,
+) -> Tensor:
+    """Take the chunked form, or steps where every sequence is shorter than the chunks pay for."""
+    args = (q, k, v, g, beta, state, state_slots, has_state, cu_seqlens)
+    if q.shape[0] == 0 or int(cu_seqlens.diff().max()) <= _FEW_STEPS:
+        return kda_prefill_stepwise(*args, lower_bound=lower_bound)
+    return kda_prefill_chunked(*args, lower_bound=lower_bound)
 
 
 def kda_prefill_stepwise(
@@ -292,28 +329,27 @@ def kda_prefill_stepwise(
     token = (cu[:-1][order] + positions)[real].to(q.device)  # position by position
     order = order.to(state.device)
 
-    query, key = _normalised(q.index_select(0, token), k.index_select(0, token))
+    query, key = _unit(q.index_select(0, token), k.index_select(0, token))
     decay = g.index_select(0, token).exp_()
     laid = (query, key, v.index_select(0, token).float(), decay, beta.index_select(0, token))
     at = state_slots.long().index_select(0, order)
     kept = has_state.index_select(0, order)[:, None, None, None]
     moved = torch.where(kept, state.index_select(0, at), 0)
-    step, parts, begin = _tile_rows(state), [], 0
+    parts, begin = [], 0
     for active in real.sum(1).tolist():
-        for a in range(0, active, step):
-            b = min(a + step, active)
-            tile = (x[begin + a : begin + b] for x in laid)
-            parts.append(_advance(moved[a:b], *tile).to(v.dtype))
+        tile = (x[begin : begin + active] for x in laid)
+        parts.append(_advance(moved[:active], *tile))
         begin += active
     state.index_copy_(0, at, moved)
-    return o.index_copy_(0, token, torch.cat(parts))
+    out = torch.cat(parts).mul_(q.shape[-1] ** -0.5)
+    return o.index_copy_(0, token, out.to(v.dtype))
 
 
 KERNELS = (
     Kernel(op="short_conv", name="torch", run=short_conv, invariant=True),
     Kernel(op="short_conv_decode", name="torch", run=short_conv_decode, invariant=True),
     Kernel(op="kda_gate", name="torch", run=kda_gate, invariant=True),
-    Kernel(op="kda_prefill", name="torch", run=kda_prefill_chunked),
+    Kernel(op="kda_prefill", name="torch", run=kda_prefill),
     Kernel(
         op="kda_prefill",
         name="torch-invariant",

@@ -271,9 +271,11 @@ class _Pairs:
 def _block(x: Tensor, half: int, row: int, column: int) -> Tensor:
     """Return the (row, column) quarters of the 2h x 2h diagonal blocks, [B, C / 2h, h, h]."""
     batch, size = x.shape[:2]
-    blocks = size // (2 * half)
-    tiled = x.view(batch, blocks, 2, half, blocks, 2, half)
-    return tiled[:, :, row, :, :, column].diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    return x.as_strided(
+        (batch, size // (2 * half), half, half),
+        (size * size, 2 * half * (size + 1), size, 1),
+        row * half * size + column * half,
+    )
 
 
 def _corner(x: Tensor, half: int) -> Tensor:
