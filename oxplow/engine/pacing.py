@@ -9,57 +9,59 @@ step.
 from __future__ import annotations
 
 _FORGET = 0.97  # weight of the past per observation: costs drift with context length
-_INERTIA = 1e-3  # pull towards the last answer: directions that nobody tries keep their cost
+_INERTIA = 1e-3  # pull towards the last answer: a number of rows that nobody tries keeps its cost
 
 
 class StepModel:
-    """seconds = c0 + c1 * decode rows + c2 * prefill tokens, by least squares that forget."""
+    """seconds = fixed + decode cost * rows + prefill cost * tokens, learnt online.
+
+    Fixed and decode cost come from steps without prefill only, and the prefill cost from what is
+    left of the others. One joint fit would blame prefill for a change of the decode cost that
+    happened while nobody prefilled.
+    """
 
     def __init__(self) -> None:
-        self._weights = [0.0, 0.0, 0.0]
-        self._squares = [[0.0] * 3 for _ in range(3)]
-        self._products = [0.0] * 3
+        self._fixed = self._decode = 0.0
+        self._rows = self._rows_squared = self._count = 0.0
+        self._seconds = self._rows_seconds = 0.0
+        self._prefill_tokens = self._prefill_seconds = 0.0
         self.num_observations = 0
 
     def observe(self, decode_rows: int, prefill_tokens: int, seconds: float) -> None:
         """Learn from one step."""
-        x = (1.0, decode_rows / 8, prefill_tokens / 256)  # comparable scales keep it well posed
-        for i in range(3):
-            self._products[i] = _FORGET * self._products[i] + x[i] * seconds
-            for j in range(3):
-                self._squares[i][j] = _FORGET * self._squares[i][j] + x[i] * x[j]
-        matrix = [
-            [self._squares[i][j] + (_INERTIA if i == j else 0.0) for j in range(3)]
-            for i in range(3)
-        ]
-        right = [p + _INERTIA * w for p, w in zip(self._products, self._weights, strict=True)]
-        self._weights = _solve(matrix, right)
         self.num_observations += 1
+        if prefill_tokens:
+            rest = max(0.0, seconds - self._fixed - self._decode * decode_rows)
+            self._prefill_tokens = _FORGET * self._prefill_tokens + prefill_tokens
+            self._prefill_seconds = _FORGET * self._prefill_seconds + rest
+            return
+        self._count = _FORGET * self._count + 1
+        self._rows = _FORGET * self._rows + decode_rows
+        self._rows_squared = _FORGET * self._rows_squared + decode_rows**2
+        self._seconds = _FORGET * self._seconds + seconds
+        self._rows_seconds = _FORGET * self._rows_seconds + decode_rows * seconds
+        self._fit()
 
     def predict(self, decode_rows: int, prefill_tokens: int) -> float:
         """Return the expected seconds of such a step, never negative."""
-        fixed, decode, prefill = self._weights
-        return max(0.0, fixed + decode * decode_rows / 8 + prefill * prefill_tokens / 256)
+        decode = self._fixed + self._decode * decode_rows
+        return max(0.0, decode) + prefill_tokens * self.prefill_token_seconds
 
     @property
     def prefill_token_seconds(self) -> float:
-        """Seconds that one more prefill token costs, never negative."""
-        return max(0.0, self._weights[2] / 256)
+        """Seconds that one more prefill token costs; 0 before any was seen."""
+        return self._prefill_seconds / self._prefill_tokens if self._prefill_tokens else 0.0
 
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solve a small symmetric positive definite system by elimination."""
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    size = len(rows)
-    for i in range(size):
-        for j in range(i + 1, size):
-            factor = rows[j][i] / rows[i][i]
-            rows[j] = [b - factor * a for a, b in zip(rows[i], rows[j], strict=True)]
-    answer = [0.0] * size
-    for i in range(size - 1, -1, -1):
-        known = sum(rows[i][j] * answer[j] for j in range(i + 1, size))
-        answer[i] = (rows[i][size] - known) / rows[i][i]
-    return answer
+    def _fit(self) -> None:
+        """Solve the two normal equations, pulled a little towards the last answer."""
+        a, b, c = self._count + _INERTIA, self._rows, self._rows_squared + _INERTIA
+        right = self._seconds + _INERTIA * self._fixed
+        slope = self._rows_seconds + _INERTIA * self._decode
+        size = a * c - b * b
+        self._fixed, self._decode = (
+            (c * right - b * slope) / size,
+            (a * slope - b * right) / size,
+        )
 
 
 class Pacer:
@@ -77,9 +79,9 @@ class Pacer:
             return self._max_tokens
         per_token = self.model.prefill_token_seconds
         room = self._target_s - self.model.predict(decode_rows, 0)
-        fitting = int(room / per_token) if per_token > 0 else self._max_tokens
-        budget = max(self._block_size, min(fitting, 2 * self._last, self._max_tokens))
-        return min(budget, self._max_tokens)
+        most = min(2 * self._last, self._max_tokens)
+        fitting = most if per_token * most <= room else int(room / per_token)
+        return min(max(self._block_size, min(fitting, most)), self._max_tokens)
 
     def observe(self, decode_rows: int, prefill_tokens: int, seconds: float) -> None:
         """Learn from a finished step."""

@@ -214,6 +214,7 @@ class Choice:
         "chain",
         "computed_tokens",
         "deadline",
+        "expected_tokens",
         "failure",
         "finish_reason",
         "index",
@@ -245,6 +246,7 @@ class Choice:
         self.mask = request.token_mask.copy() if request.token_mask is not None else None
         self.leader: Choice | None = None  # whose prompt this one waits for, to share it
         self.arrival = self.deadline = 0.0
+        self.expected_tokens = self.prompt_len  # to compute, as far as known when it last queued
         self.saved: object | None = None  # state kept on the host while preempted or adopted
         self.finish_reason: FinishReason | None = None
         self.failure = ""

@@ -10,11 +10,11 @@ preempted for another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 from oxplow.cache.blocks import SlotId
 from oxplow.cache.manager import CacheManager, Hit
+from oxplow.engine.budget import PrefillBudget
 from oxplow.engine.chunks import ChunkRules
 from oxplow.engine.options import MemoryOptions, SchedulerOptions
 from oxplow.engine.pacing import Pacer
@@ -36,30 +36,6 @@ class StateMover(Protocol):
     def load(self, choice: Choice, saved: object) -> None:
         """Put saved state into the choice's new blocks and slot."""
         ...
-
-
-@dataclass(slots=True)
-class _Budget:
-    """Prefill tokens of one step and who may still take them."""
-
-    left: int
-    short_left: int
-    long_left: int
-    floors: int  # kept back for partial prefills that have not had their turn
-
-    def grant(self, wanted: int, floor: int, *, is_short: bool) -> int:
-        """Take up to `wanted` tokens, at least `floor` of them."""
-        of_class = self.short_left if is_short else self.long_left
-        given = max(min(wanted, floor, self.left), min(wanted, of_class, self.left - self.floors))
-        return max(0, given)
-
-    def spend(self, tokens: int, *, is_short: bool) -> None:
-        """Book tokens that were really scheduled."""
-        self.left -= tokens
-        if is_short:
-            self.short_left -= tokens
-        else:
-            self.long_left -= tokens
 
 
 class Scheduler:
@@ -94,9 +70,11 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, choice: Choice, now: float) -> None:
-        """Queue a choice; its deadline grows with its prompt."""
+        """Queue a choice; its deadline grows with what it will have to compute."""
+        hit = self._lookup(choice)
+        choice.expected_tokens = choice.pending_tokens - hit.tokens
         choice.arrival = now
-        choice.deadline = now + self.options.deadline_token_s * len(choice.token_ids)
+        choice.deadline = now + self.options.deadline_token_s * choice.expected_tokens
         self.waiting.append(choice)
 
     def remove(self, choice: Choice) -> None:
@@ -130,67 +108,88 @@ class Scheduler:
                     yield choice, picture
                     break
 
-    # --- prefill -----------------------------------------------------------------------------
+    # Prefill.
 
     def _schedule_prefill(self, plan: StepPlan) -> None:
-        total = self.pacer.budget(plan.decode_rows)
         partial = [c for c in self.running if not c.is_decoding]
         candidates = sorted([*partial, *self.waiting], key=_rank)
         if not candidates:
             return
-        floor = min(self.cache.plan.block_size, max(1, total // max(1, len(partial))))
-        budget = self._budget(total, candidates, floor * len(partial))
-        open_prefills = len(partial)
+        total = self.pacer.budget(plan.decode_rows)
+        holders = self._floor_holders(candidates)
+        floor = min(self.cache.plan.block_size, max(1, total // max(1, len(holders))))
+        budget = PrefillBudget(
+            total,
+            share=self.options.short_share,
+            shorts=[self._is_short(c) for c in candidates],
+            floors=[floor * (c.owner in holders) for c in candidates],
+        )
         is_queue_open = True
         for choice in candidates:
+            short = self._is_short(choice)
+            own = floor * (choice.owner in holders)
+            budget.begin_turn(own, is_short=short)
             if choice in plan.preempted:
                 continue  # lost its memory in this very step
-            if choice.status is RequestStatus.RUNNING:
-                budget.floors -= floor
-                self._continue(choice, budget, floor, plan)
-                continue
-            if not is_queue_open or budget.left - budget.floors <= 0 or _waits_for_leader(choice):
-                continue
-            short = self._is_short(choice)
-            places = self.options.max_partial - (0 if short else 1)
-            if open_prefills >= max(1, places) and choice.pending_tokens > budget.left:
-                continue  # it would be one more unfinished prompt
-            is_queue_open = self._admit(choice, plan)
-            if is_queue_open:
-                if choice.is_decoding:
-                    if self._make_room(choice, choice.computed_tokens + 1, plan):
-                        plan.rows.append(_row(choice, choice.computed_tokens + 1))
+            if choice.status is RequestStatus.WAITING or choice.status is RequestStatus.PREEMPTED:
+                if not is_queue_open or not self._may_start(choice, budget, own, plan):
                     continue
-                self._continue(choice, budget, 0, plan)
-                open_prefills += choice.pending_tokens > 2 * self.cache.plan.block_size
+                is_queue_open = self._admit(choice, plan)
+                if not is_queue_open:
+                    continue
+            if choice.is_decoding:  # came back with all its state
+                if self._make_room(choice, choice.computed_tokens + 1, plan):
+                    plan.rows.append(_row(choice, choice.computed_tokens + 1))
+                continue
+            given = budget.grant(choice.pending_tokens, own, is_short=short)
+            budget.spend(self._extend(choice, given, plan), is_short=short)
 
-    def _continue(self, choice: Choice, budget: _Budget, floor: int, plan: StepPlan) -> None:
-        short = self._is_short(choice)
-        given = budget.grant(choice.pending_tokens, floor, is_short=short)
+    def _extend(self, choice: Choice, given: int, plan: StepPlan) -> int:
+        """Schedule up to `given` prompt tokens of a running choice; return how many."""
         stop = self.rules.stop(choice, choice.computed_tokens + given)
         if stop <= choice.computed_tokens:
             plan.is_blocked_on_pictures |= given > 0
-            return
+            return 0
         if not self._make_room(choice, stop, plan):
-            return
+            return 0
         plan.rows.append(_row(choice, stop))
-        budget.spend(stop - choice.computed_tokens, is_short=short)
+        return stop - choice.computed_tokens
 
-    def _budget(self, total: int, candidates: list[Choice], floors: int) -> _Budget:
-        """Divide the step: where short and long prompts both want it, each keeps its share."""
-        kept = int(total * self.options.short_share)
-        shorts = sum(self._is_short(c) for c in candidates)
-        return _Budget(
-            left=total,
-            short_left=total - kept if shorts < len(candidates) else total,
-            long_left=total - kept if shorts else total,
-            floors=floors,
-        )
+    def _floor_holders(self, candidates: list[Choice]) -> set[str]:
+        """Name the prefills that get a block or more: those in progress, then the next ones."""
+        holders = [c for c in candidates if c.status is RequestStatus.RUNNING]
+        for choice in candidates:
+            if choice not in holders and self._has_place(choice, holders):
+                holders.append(choice)
+        return {c.owner for c in holders}
+
+    def _has_place(self, choice: Choice, unfinished: list[Choice]) -> bool:
+        """Tell whether one more unfinished prefill is allowed beside `unfinished`.
+
+        Neither short nor long prompts may take the last place from the other kind.
+        """
+        most = self.options.max_partial
+        alike = sum(self._is_short(c) == self._is_short(choice) for c in unfinished)
+        return len(unfinished) < most and alike < max(1, most - 1)
+
+    def _may_start(self, choice: Choice, budget: PrefillBudget, floor: int, plan: StepPlan) -> bool:
+        """Tell whether a waiting choice may begin: it finishes in this step, or has a place."""
+        given = budget.grant(choice.expected_tokens, floor, is_short=self._is_short(choice))
+        if given <= 0 or _waits_for_leader(choice):
+            return False
+        stops = {row.choice.owner: row.stop for row in plan.rows}
+        block = self.cache.plan.block_size
+        unfinished = [
+            c
+            for c in self.running
+            if len(c.token_ids) - stops.get(c.owner, c.computed_tokens) > block
+        ]
+        return given >= choice.expected_tokens or self._has_place(choice, unfinished)
 
     def _is_short(self, choice: Choice) -> bool:
-        return choice.pending_tokens <= self.options.short_tokens
+        return choice.expected_tokens <= self.options.short_tokens
 
-    # --- memory ------------------------------------------------------------------------------
+    # Memory.
 
     def reserve_tokens(self, choice: Choice) -> int:
         """Return for how many tokens an admission promises blocks."""
@@ -223,6 +222,7 @@ class Scheduler:
         if hit.snapshot is not None:
             self._mover.copy_slot(hit.snapshot.slot, holding.slot)
         choice.computed_tokens = hit.tokens
+        choice.expected_tokens = choice.pending_tokens
         choice.branch_position = hit.matched_tokens if hit.matched_tokens > hit.tokens else 0
         return True
 
@@ -282,6 +282,7 @@ class Scheduler:
         choice.move(RequestStatus.PREEMPTED)
         if choice.saved is None:
             choice.computed_tokens = 0
+        choice.expected_tokens = choice.pending_tokens
         choice.num_preemptions += 1
         choice.last_preempted_len = len(choice.token_ids)
         self.num_preemptions += 1

@@ -1,0 +1,41 @@
+"""How the prefill tokens of one step are divided.
+
+Owns the arithmetic of shares and floors. Knows no request: it is told of each candidate only
+whether it is short and which floor it holds, in order of rank. Invariant: grants never exceed the
+total; where short and long prompts both want tokens, each kind can get its share; a floor is kept
+until its holder had its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PrefillBudget:
+    """Tokens left, by kind, and the floors still to be honoured."""
+
+    def __init__(
+        self, total: int, *, share: float, shorts: Sequence[bool], floors: Sequence[int]
+    ) -> None:
+        """`share` of `total` stays with either kind while the other wants tokens too."""
+        self.left = total
+        kept = int(total * share) if len(set(shorts)) == 2 else 0
+        self._of_kind = {True: total - kept, False: total - kept}
+        self._floors = {True: 0, False: 0}
+        for is_short, floor in zip(shorts, floors, strict=True):
+            self._floors[is_short] += floor
+
+    def begin_turn(self, floor: int, *, is_short: bool) -> None:
+        """Stop keeping back the floor of the candidate whose turn it is."""
+        self._floors[is_short] -= floor
+
+    def grant(self, wanted: int, floor: int, *, is_short: bool) -> int:
+        """Return how many of `wanted` tokens the candidate may take, at least its floor."""
+        of_kind = self._of_kind[is_short] - self._floors[is_short]
+        of_all = self.left - self._floors[True] - self._floors[False]
+        return max(0, min(wanted, floor, self.left), min(wanted, of_kind, of_all))
+
+    def spend(self, tokens: int, *, is_short: bool) -> None:
+        """Book tokens that were really scheduled."""
+        self.left -= tokens
+        self._of_kind[is_short] -= tokens
