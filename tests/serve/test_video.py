@@ -235,7 +235,7 @@ def test_number_of_frames_is_checked(count: int) -> None:
         prepare_frames(pictures(count), 2.0, VideoSettings(max_frames=4))
 
 
-@pytest.mark.parametrize("fps", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("fps", [0.0, -1.0, 1e-320, float("nan"), float("inf")])
 def test_frame_rate_is_checked(fps: float) -> None:
     with pytest.raises(RequestError, match="frame rate"):
         prepare_frames(pictures(2), fps, RELEASED)
