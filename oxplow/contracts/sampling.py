@@ -195,10 +195,12 @@ def _mixed_case(g: torch.Generator) -> Args:
     return _case(g, logits, [1.0, 0.0, 0.6, 1.4, 0.9], [0, 0, 5, 40], [1.0, 0.95, 0.3], [0.0, 0.05])
 
 
-def _flat_case(g: torch.Generator, **settings: Any) -> Args:
+def _flat_case(
+    g: torch.Generator, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Args:
     """Sixty-four draws from one almost flat row: a wrong cut is drawn from at once."""
     logits = (torch.randn(1, 24, generator=g) * 0.7).repeat(64, 1)
-    return _case(g, logits, **settings)
+    return _case(g, logits, [temperature], [top_k], [top_p], [min_p])
 
 
 def _equal_logits_case(g: torch.Generator) -> Args:
@@ -299,19 +301,19 @@ SAMPLE = OpContract(
         Case(
             "flat_top_p",
             CaseKind.EXCITATION,
-            lambda g: _flat_case(g, temperature=[1.0], top_p=[0.5]),
+            lambda g: _flat_case(g, 1.0, top_p=0.5),
             note="the token that crosses top_p dropped, or one too many kept",
         ),
         Case(
             "flat_top_k_then_top_p",
             CaseKind.EXCITATION,
-            lambda g: _flat_case(g, temperature=[1.0], top_k=[8], top_p=[0.6]),
+            lambda g: _flat_case(g, 1.0, top_k=8, top_p=0.6),
             note="top-p on shares of the whole vocabulary, or the two cuts in the other order",
         ),
         Case(
             "hot_min_p",
             CaseKind.EXCITATION,
-            lambda g: _flat_case(g, temperature=[2.5], min_p=[0.6]),
+            lambda g: _flat_case(g, 2.5, min_p=0.6),
             note="min-p as a probability of its own, or before the temperature",
         ),
     ),
