@@ -121,7 +121,7 @@ def _clamped(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Ten
     return gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
 
 
-def _slow_half_cpu(facts: Facts) -> Support:
+def slow_half_cpu(facts: Facts) -> Support:
     """Accept half-precision activations on a CPU that has no matrix instructions for them."""
     if facts.device.type != "cpu" or facts.dtype not in (torch.bfloat16, torch.float16):
         return Support(ok=False, reason="only for half precision on a CPU")
@@ -145,7 +145,7 @@ KERNELS = (
         rank=-1,
     ),
     Kernel(op="linear", name="torch", run=linear),
-    Kernel(op="linear", name="torch-wide", run=linear_wide, supports=_slow_half_cpu, rank=1),
+    Kernel(op="linear", name="torch-wide", run=linear_wide, supports=slow_half_cpu, rank=1),
     Kernel(
         op="linear",
         name="torch-invariant",
