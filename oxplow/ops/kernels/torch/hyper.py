@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from oxplow.ops.kernels.torch.invariant import matmul_rows, row_invariance
+from oxplow.ops.kernels.torch.invariant import matmul_rows, row_invariance, sigmoid
 from oxplow.ops.table import Kernel
 
 
@@ -84,8 +84,7 @@ def mhc_collapse_invariant(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what `mhc_collapse` does with bits that depend on the token's own streams only.
 
-    Long sums go through `matmul_rows`; all else is elementwise in a fixed order. The sigmoid is
-    spelled out because torch's own gives other bits in the tail of a vector loop (CPU).
+    Long sums go through `matmul_rows`; all else is elementwise or a sum over n in memory order.
     """
     T, n, D = streams.shape
     wide = streams.float()
@@ -94,7 +93,7 @@ def mhc_collapse_invariant(
     square = matmul_rows(flat.square(), flat.new_ones(1, n * D))
     slope = square.div_(n * D).add_(norm_eps).rsqrt_() * scale
     gates = raw[:, : 2 * n].view(T, 2, n) * slope[:, :2, None] + base[: 2 * n].view(2, n)
-    gates = gates.neg_().exp_().add_(1).reciprocal_()
+    gates = sigmoid(gates)  # torch's own gives other bits in the tail of a vector loop
     pre, post = gates[:, 0] + mix_eps, gates[:, 1] * 2
     logits = raw[:, 2 * n :].view(T, n, n) * slope[:, 2:, None] + base[2 * n :].view(n, n)
     mix = _balance_invariant(torch.softmax(logits, dim=-1).add_(mix_eps), mix_eps, iterations)

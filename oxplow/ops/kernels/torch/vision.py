@@ -11,8 +11,9 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
+from oxplow.ops.kernels.torch.dense import layer_norm, linear, swiglu, swiglu_invariant
 from oxplow.ops.kernels.torch.invariant import matmul_rows, row_invariance
 from oxplow.ops.table import Kernel
 
@@ -99,20 +100,11 @@ def vision_merge(
 ) -> Tensor:
     """Merge blocks of four patches, [T, D] to [T / 4, Do]; the convolution is one product.
 
-    Memory: activations of one stage, and a copy of one weight where it is stored in fewer bytes
-    than the activations.
+    Memory: activations of one stage, and what `linear` takes.
     """
-    merged = _linear(_blocks(x), conv_weight.flatten(1), conv_bias)
-    wide = _linear(merged, proj).float()
-    wide = layer_norm(wide, wide.shape[-1:], norm_weight.float(), norm_bias.float(), norm_eps)
-    merged = gelu(wide).to(x.dtype)
-    low = _linear(merged, gate).float().clamp_(max=limit)
-    inner = silu(low).mul_(_linear(merged, up).float().clamp_(-limit, limit))
-    return _linear(inner.to(x.dtype), down)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    merged = linear(linear(_blocks(x), conv_weight.flatten(1), conv_bias), proj)
+    merged = gelu(layer_norm(merged, norm_weight, norm_bias, eps=norm_eps))
+    return linear(swiglu(linear(merged, gate), linear(merged, up), limit=limit), down)
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -136,14 +128,12 @@ def vision_merge_invariant(
 ) -> Tensor:
     """Compute what `vision_merge` does in float32, a block's bits depending on its patches only.
 
-    GELU and SiLU are spelled out: torch's own give other bits in the tail of a vector loop (CPU).
+    GELU is spelled out: torch's own gives other bits in the tail of a vector loop (CPU).
     """
-    merged = matmul_rows(_blocks(x), conv_weight.flatten(1)) + conv_bias.float()
-    wide = matmul_rows(merged, proj)
-    wide = layer_norm(wide, wide.shape[-1:], norm_weight.float(), norm_bias.float(), norm_eps)
+    wide = matmul_rows(matmul_rows(_blocks(x), conv_weight.flatten(1)) + conv_bias.float(), proj)
+    wide = layer_norm(wide, norm_weight, norm_bias, eps=norm_eps)
     merged = wide * torch.erf(wide * 0.5**0.5).add_(1).mul_(0.5)
-    low = matmul_rows(merged, gate).clamp_(max=limit)
-    inner = low / torch.exp(-low).add_(1) * matmul_rows(merged, up).clamp_(-limit, limit)
+    inner = swiglu_invariant(matmul_rows(merged, gate), matmul_rows(merged, up), limit=limit)
     return matmul_rows(inner, down).to(x.dtype)
 
 
