@@ -1,13 +1,16 @@
 """Places of media in a prompt: text and spans as the reference processor has them."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
+from tokenizers import Tokenizer
 
 from oxplow.errors import RequestError
-from oxplow.serve.images import PreparedImage
+from oxplow.serve.images import ImageSettings, PreparedImage, prepare_image
 from oxplow.serve.placeholders import (
     MediaSpan,
     MediaTokens,
@@ -15,7 +18,8 @@ from oxplow.serve.placeholders import (
     image_text,
     video_text,
 )
-from oxplow.serve.video import PreparedVideo
+from oxplow.serve.video import PreparedVideo, VideoSettings, prepare_frames, sample_frames
+from tests.oracles.reading import open_oracle
 
 TOKENS = MediaTokens(image=1000, video=1001, image_start=1002, image_end=1003)
 VIDEO_START, VIDEO_END = 1004, 1005
@@ -69,8 +73,6 @@ def test_text_of_a_picture_equals_the_reference(processor: Any) -> None:
 @pytest.mark.parametrize("fps", [2, 3, 7.3, 20, 24, 24000 / 1001, 25, 30000 / 1001])
 def test_text_of_a_clip_equals_the_reference(processor: Any, fps: float) -> None:
     from transformers.video_utils import VideoMetadata
-
-    from oxplow.serve.video import VideoSettings, sample_frames
 
     indices = sample_frames(1201, fps, VideoSettings())
     metadata = VideoMetadata(total_num_frames=1201, fps=fps, frames_indices=indices)
@@ -136,3 +138,43 @@ def test_places_and_media_must_agree(
         expand_placeholders(
             prompt, [picture(2)] * images, [clip((0.0,), 1)] * videos, TOKENS, encode
         )
+
+
+@pytest.mark.oracle
+@pytest.mark.slow
+def test_pictures_and_clip_of_the_oracle_are_made_from_scratch(glm_oracle: Any) -> None:
+    oracle = open_oracle(glm_oracle(seed=0))
+    config = json.loads((oracle.directory / "config.json").read_text())
+    processor = json.loads((oracle.directory / "processor_config.json").read_text())
+    tokenizer = Tokenizer.from_file(str(oracle.directory / "tokenizer.json"))
+    tokens = MediaTokens(
+        image=config["image_token_id"],
+        video=config["video_token_id"],
+        image_start=config["image_start_token_id"],
+        image_end=config["image_end_token_id"],
+    )
+
+    def frames(key: str) -> list[Image.Image]:
+        values = oracle.tensor(key).numpy()
+        planes = values if values.ndim == 4 else values[None]
+        return [Image.fromarray(plane.transpose(1, 2, 0).copy()) for plane in planes]
+
+    images = [
+        prepare_image(frames(f"images.rgb.{i}")[0], ImageSettings.from_processor_config(processor))
+        for i in range(2)
+    ]
+    video = prepare_frames(
+        frames("video.rgb"),
+        oracle.notes["video_fps"],
+        VideoSettings.from_processor_config(processor),
+    )
+    rows = np.concatenate([image.pixel_values for image in images])
+    np.testing.assert_array_equal(rows, oracle.tensor("images.pixel_values").numpy())
+    np.testing.assert_array_equal(video.pixel_values, oracle.tensor("video.pixel_values").numpy())
+    assert [video.grid_thw] == [tuple(grid) for grid in oracle.tensor("video.grid_thw").tolist()]
+
+    place = "<|begin_of_image|><|image|><|end_of_image|>"
+    film = "<|begin_of_video|><|video|><|end_of_video|>"
+    prompt = tokenizer.encode(f"{place}then{film}then{place}.").ids
+    out = expand_placeholders(prompt, images, [video], tokens, lambda t: tokenizer.encode(t).ids)
+    assert out.token_ids == oracle.tensor("mixed.ids")[0].tolist()
