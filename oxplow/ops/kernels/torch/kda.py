@@ -317,7 +317,7 @@ def kda_prefill_stepwise(
     its tokens laid position by position, so that every step works on slices.
     """
     o = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    # The length of the loop has to be known on the host: one sync a call.
+    # The host has to know the length of the loop: the one place where a device is waited for.
     cu, slots = cu_seqlens.cpu(), state_slots.cpu()
     lengths = torch.where(slots >= 0, cu.diff(), 0)
     lengths, order = lengths.sort(descending=True, stable=True)

@@ -31,7 +31,7 @@ CHUNK = 64
 L2_EPS = 1e-6
 """Added to the sum of squares of q and k, inside the root."""
 
-_BUDGET = {"cpu": 8 << 20, "other": 512 << 20}
+_BUDGET = {"cpu": 4 << 20, "other": 512 << 20}
 """Bytes that the operands of a group of chunks may take: a share of the cache, or of a device."""
 
 
@@ -102,7 +102,8 @@ def kda_prefill_chunked(
     call's sequences, and `_BUDGET` bytes for a group of chunks (one chunk of all heads at least).
     """
     o = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    # The number of chunks gives the shapes of everything below: one host sync a call.
+    # The number of chunks gives the shapes of everything below, so the host has to know it: this
+    # is the one place where a device is waited for.
     layout = _Layout.of(cu_seqlens.tolist(), state_slots.tolist())
     if not layout.order:
         return o
