@@ -66,12 +66,19 @@ def test_a_row_invariant_product_is_the_product() -> None:
         assert ((got - want).abs() <= bound).all()
 
 
-def _plain_product(x: Tensor, weight: Tensor) -> Tensor:
-    return x @ weight.t()  # one row goes to a matrix-vector path with other bits
+def _product_by_row_count(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.t() + (0.0 if len(x) > 1 else 1e-3)  # as a matrix-vector path would
+
+
+def _sigmoid_with_another_tail(x: Tensor) -> Tensor:
+    y = x.sigmoid()
+    y[-1] *= 1 + 2**-20  # as scalar code for the last elements would
+    return y
 
 
 @pytest.mark.parametrize(
-    ("name", "faulty"), (("matmul_rows", _plain_product), ("sigmoid", torch.sigmoid))
+    ("name", "faulty"),
+    (("matmul_rows", _product_by_row_count), ("sigmoid", _sigmoid_with_another_tail)),
 )
 def test_the_probe_accepts_this_cpu_and_refuses_a_faulty_form(
     name: str, faulty: object, monkeypatch: pytest.MonkeyPatch

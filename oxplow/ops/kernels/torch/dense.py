@@ -24,10 +24,10 @@ from oxplow.ops.table import Facts, Kernel, Support
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """Normalise rows; statistics in float32, then cast, then multiply by the weight."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight.to(x.dtype)
+    """Normalise rows with statistics in float32 and multiply by the weight."""
+    if x.dtype == weight.dtype:
+        return functional.rms_norm(x, x.shape[-1:], weight, eps)
+    return functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> Tensor:
@@ -47,9 +47,7 @@ def gated_rms_norm_invariant(x: Tensor, gate: Tensor, weight: Tensor, *, eps: fl
 
 
 def _normalised_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    root = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * root).mul_(weight.float())
+    return functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
