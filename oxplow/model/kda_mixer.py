@@ -88,7 +88,8 @@ class KdaMixer:
         raw, low_decay, low_gate, beta = self._project(x)
         decay = self._decay(low_decay).view(-1, kda.num_heads, kda.head_dim)
         g = self._ops.kda_gate(decay, self._a_log, self._dt_bias, lower_bound=kda.lower_bound)
-        beta = at_least_fp32(beta).sigmoid()
+        # Spelled out: the library sigmoid rounds the tail of a tensor in another way, so a batch shows.
+        beta = at_least_fp32(beta).neg().exp().add(1).reciprocal()
         parts = []
         if step.decode is not None:
             parts.append(self._decode(raw, g, beta, step.decode, caches))

@@ -99,14 +99,31 @@ def test_prompt_with_several_images_agrees(glm_directory: Oracle, model: HybridM
     _check_pictures(glm_directory, model, "images")
 
 
+def test_prompt_with_pictures_and_a_clip_agrees(glm_directory: Oracle, model: HybridModel) -> None:
+    if not glm_directory.has("mixed.ids"):
+        pytest.skip("this oracle mixes no pictures and clips")
+    oracle = glm_directory
+    pictures = _encoded(oracle, model, "images")
+    first = int(oracle.tensor("images.grid_thw")[0].prod()) // model.spec.vision.merge**2
+    values = torch.cat([pictures[:first], _encoded(oracle, model, "video"), pictures[first:]])
+    ids = oracle.tensor("mixed.ids")[0]
+    rows = (ids == model.spec.image_token_id).nonzero()[:, 0]
+    logits = Driver(model).step({"a": ids.tolist()}, embeds=Embeds(rows=rows, values=values))["a"]
+    assert gap(logits, oracle.tensor("mixed.logits")[0]) <= PIXELS
+
+
 def test_video_prompt_agrees(glm_directory: Oracle, model: HybridModel) -> None:
     if not glm_directory.has("video.ids"):
         pytest.skip("this oracle has no video")
     _check_pictures(glm_directory, model, "video")
 
 
+def _encoded(oracle: Oracle, model: HybridModel, key: str) -> Tensor:
+    return model.encode(oracle.tensor(f"{key}.pixel_values"), oracle.tensor(f"{key}.grid_thw"))
+
+
 def _check_pictures(oracle: Oracle, model: HybridModel, key: str) -> None:
-    features = model.encode(oracle.tensor(f"{key}.pixel_values"), oracle.tensor(f"{key}.grid_thw"))
+    features = _encoded(oracle, model, key)
     ids, wanted = oracle.tensor(f"{key}.ids")[0], oracle.tensor(f"{key}.logits")[0]
     given = oracle.tensor(f"{key}.features")
     assert gap(features, given) <= PIXELS

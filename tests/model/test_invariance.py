@@ -8,12 +8,16 @@ model). In deterministic mode: bit for bit.
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import oxplow.model
 from oxplow.model.network import HybridModel
 from tests.drive import Driver
 from tests.model.build import our_model, truth_model
@@ -107,3 +111,14 @@ def test_reused_slots_and_blocks_do_not_leak(subject: Subject, mode: str) -> Non
     driver.step({"before": subject.others[0]})
     driver.release("before")
     subject.check(driver.step({"a": subject.ids})["a"], model)
+
+
+def test_model_code_leaves_curved_functions_to_the_ops() -> None:
+    """Library sigmoid and its kin give a tensor's tail other bits: only kernels use them."""
+    curved = {"sigmoid", "silu", "softmax", "softplus", "gelu", "tanh", "log_softmax", "relu"}
+    for path in sorted(Path(oxplow.model.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node, "attr", getattr(node, "id", ""))
+            assert not (isinstance(node, ast.Attribute | ast.Name) and name in curved), (
+                f"{path.name}:{node.lineno} uses {name}"
+            )

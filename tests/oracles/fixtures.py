@@ -38,6 +38,7 @@ __all__ = [
     "kimi_directory",
     "kimi_oracle",
     "pytest_addoption",
+    "pytest_collection_modifyitems",
     "pytest_generate_tests",
 ]
 
@@ -128,3 +129,11 @@ def _named_directories(config: pytest.Config) -> dict[str, list[object]]:
 def _name(key: tuple[int, bool, bool]) -> str:
     seed, fp8, ragged = key
     return f"seed{seed}" + ("-fp8" if fp8 else "") + ("-ragged" if ragged else "")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test that needs an oracle: building one takes transformers and several seconds."""
+    for item in items:
+        if {"glm_oracle", "kimi_oracle"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.oracle)
+            item.add_marker(pytest.mark.slow)
