@@ -109,6 +109,14 @@ def test_renaming_experts_changes_no_bit_of_the_deterministic_kernel() -> None:
     assert torch.equal(moe.experts_invariant(**args), moe.experts_invariant(**renamed))
 
 
+def test_a_slice_of_the_inner_axis_needs_no_copy_by_the_caller() -> None:
+    args = _draw(6, 5, 2, 32, 24)
+    sliced = args | {"gate_up": args["gate_up"][:, :, 8:16], "down": args["down"][:, :, 8:16]}
+    whole = sliced | {name: sliced[name].contiguous() for name in ("gate_up", "down")}
+    for run in (moe.experts, moe.experts_wide, moe.experts_invariant):
+        torch.testing.assert_close(run(**sliced), run(**whole), rtol=1e-6, atol=1e-6)
+
+
 def test_an_expert_may_stand_twice_in_a_row() -> None:
     args = _draw(4, 3, 2, 16, 8)
     args["expert_ids"] = torch.tensor([[1, 1], [2, 0], [0, 0], [2, 2]])

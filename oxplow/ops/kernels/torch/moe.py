@@ -58,13 +58,13 @@ def experts(
     """
     if x.dtype != gate_up.dtype:
         return experts_wide(x, expert_ids, expert_weights, gate_up, down, limit=limit)
-    num_experts, _, inner, width = gate_up.shape
+    num_experts, _, inner, _ = gate_up.shape
     absent = expert_ids < 0
     pairs, order = expert_ids.masked_fill(absent, num_experts).flatten().sort()
     every = torch.arange(num_experts, device=x.device)
     ends = torch.searchsorted(pairs, every, right=True, out_int32=True)
     rows = x.index_select(0, order // expert_ids.shape[1])
-    hidden = _grouped(rows, gate_up.view(num_experts, 2 * inner, width), ends)
+    hidden = _grouped(rows, gate_up.flatten(1, 2), ends)
     hidden = swiglu(hidden[:, :inner], hidden[:, inner:], limit=limit)
     return _combine(_grouped(hidden, down, ends), order, absent, expert_weights, x.dtype)
 
@@ -137,7 +137,7 @@ def _picked_experts(
 
     def run(groups: slice, part: Tensor, part_ends: Tensor) -> Tensor:
         chosen = picked[groups]
-        hidden = _grouped(part, gate_up(chosen).view(len(chosen), 2 * inner, width), part_ends)
+        hidden = _grouped(part, gate_up(chosen).flatten(1, 2), part_ends)
         hidden = swiglu(hidden[:, :inner], hidden[:, inner:], limit=call.limit)
         return _grouped(hidden, down(chosen), part_ends)
 
