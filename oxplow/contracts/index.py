@@ -286,6 +286,13 @@ INDEX_SELECT = OpContract(
         Case(
             "decode_batch", CaseKind.ORDINARY, lambda g: _index_case([(50, 1), (9, 1), (99, 1)], g)
         ),
+        Case("decode_one", CaseKind.ORDINARY, lambda g: _index_case([(77, 1)], g)),
+        Case(
+            "one_among_empty",
+            CaseKind.EDGE,
+            lambda g: _index_case([(9, 0), (77, 1), (0, 0)], g),
+            note="a single query whose sequence is not the first",
+        ),
         Case("no_queries", CaseKind.EDGE, lambda g: _index_case([(0, 0), (50, 0)], g)),
         Case("few_pools", CaseKind.EDGE, lambda g: _index_case([(n, 1) for n in range(10)], g)),
         Case(

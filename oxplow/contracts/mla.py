@@ -301,6 +301,8 @@ DENSE_MLA = OpContract(
             CaseKind.ORDINARY,
             lambda g: _dense_case([(39, 1), (0, 1), (7, 1), (8, 1)], g, extra=8),
         ),
+        Case("decode_one", CaseKind.ORDINARY, lambda g: _dense_case([(20, 1)], g)),
+        Case("one_among_empty", CaseKind.EDGE, lambda g: _dense_case([(9, 0), (20, 1), (0, 0)], g)),
         Case("no_queries", CaseKind.EDGE, lambda g: _dense_case([(0, 0), (9, 0)], g)),
         Case(
             "no_extra_dims",

@@ -12,29 +12,30 @@ import torch
 from torch import Tensor
 
 from oxplow.ops.kernels.torch.paged import (
+    ALIGN,
     Lane,
     LaneGroup,
     counting_is_free,
     cut_lanes,
+    fit,
+    fixed_blocks,
     gather_blocks,
     group_lanes,
     lane_widths,
     put_rows,
     read_lengths,
+    round_up,
     rows_to_sequences,
     survivors,
 )
 from oxplow.ops.table import Kernel
 
-SCORE_ELEMENTS = 1 << 20
-"""Most elements of one temporary of index_select (4 MiB of float32): per-head scores, keys or
-picks.
-"""
+SCORE_ELEMENTS = 1 << 17
+"""Elements of one temporary of index_select on a CPU (512 KiB of float32: several must share the
+second level cache); 32 times more on an accelerator."""
 
-_LANE = 32  # queries of one sequence that share gathered pool keys
-_POOLS = (
-    1024  # pools of a tile at least; wide enough that the running top-k costs less than the scores
-)
+_LANE = 32  # most queries of one sequence that share gathered pool keys
+_POOLS = 256  # fewest pools of a tile
 _FIXED_LANE, _FIXED_POOLS = 4, 256  # shapes of the invariant variant: never depend on the call
 _LOWEST = torch.iinfo(torch.int64).min
 _LAST_POOL = 2**31 - 1
@@ -63,60 +64,64 @@ def pool_keys_write(
         return
     begin = cu_seqlens[:-1].long()
     cached, slots = computed_tokens.long(), state_slots.long()
-    total = cached + cu_seqlens[1:].long() - begin
+    total = cu_seqlens[1:] - begin + cached
     live = slots >= 0
     to_row = begin - cached  # a new token's row, less its position
-    if P > 1:
-        tails = torch.arange(P - 1, device=ape.device)
-        # raw rows a pool may draw from: the new tokens, then every sequence's tail slot (copied
-        # before it changes)
-        held = slots.clamp_min(0)
-        keys = torch.cat([index_key, tail_key.index_select(0, held).flatten(0, 1)])
-        gates = torch.cat([gate, tail_gate.index_select(0, held).flatten(0, 1)])
-    else:
-        keys, gates = index_key, gate
     first = cached // P
-    done = (total // P - first) * live
-    ends = done.cumsum(0)
+    full = total // P
+    ends = ((full - first) * live).cumsum(0)
     # exact where the host may look, else the most that T tokens over N open pools can complete
     count = int(ends[-1]) if counting_is_free(ends) else (T + N * (P - 1)) // P
     if count:
-        nth = torch.arange(count, device=ape.device)
-        seq = torch.searchsorted(ends, nth, right=True).clamp_max(N - 1)
-        pool = first[seq] + nth - (ends - done)[seq]
-        member = torch.arange(P, device=ape.device)
-        position = (pool * P).unsqueeze(1) + member
-        new = position + to_row[seq].unsqueeze(1)
-        old = (T + seq * (P - 1)).unsqueeze(1) + member
-        rows = (
-            torch.where(position >= cached[seq].unsqueeze(1), new, old)
-            .clamp_(0, len(keys) - 1)
-            .flatten()
-        )
-        value = _pooled(keys.index_select(0, rows), gates.index_select(0, rows), ape).to(
-            pool_cache.dtype
-        )
+        rows, pool, seq = _members(first, cached, to_row, ends, count, T, P)
+        keys, gates = index_key, gate
+        if P > 1:  # the rows of the call, then every sequence's tail slot, copied before it changes
+            held = slots.clamp_min(0)
+            keys = torch.cat([index_key, tail_key.index_select(0, held).flatten(0, 1)])
+            gates = torch.cat([gate, tail_gate.index_select(0, held).flatten(0, 1)])
+        rows = rows.clamp_(0, len(keys) - 1)
+        value = _pooled(keys.index_select(0, rows), gates.index_select(0, rows), ape)
         PB, some = pool_cache.shape[1], None
         if not counting_is_free(ends):
-            kept, some = survivors(nth < ends[-1])
+            kept, some = survivors(torch.arange(count, device=ape.device) < ends[-1])
             value, seq, pool = value.index_select(0, kept), seq[kept], pool[kept]
-            # nothing completed at all: any column that exists will do, `some` turns the write into
-            # a no-op
+            # nothing completed: any column that exists will do, `some` turns the write into a no-op
             pool = pool.clamp(0, block_table.shape[1] * PB - 1)
-        block = block_table[seq, pool // PB].long()
-        put_rows(pool_cache.view(-1, pool_cache.shape[2]), block * PB + pool % PB, value, some)
+        slot = block_table[seq, pool // PB].long() * PB + pool % PB
+        memory = pool_cache.view(-1, pool_cache.shape[2])
+        put_rows(memory, slot, value.to(pool_cache.dtype), some)
     if P > 1:
-        position = (total - total % P).unsqueeze(1) + tails
-        fresh = (
-            (position < total.unsqueeze(1)) & (position >= cached.unsqueeze(1)) & live.unsqueeze(1)
-        )
-        kept, some = survivors(fresh.flatten())
+        place = torch.arange(P - 1, device=ape.device)
+        position = (full * P).unsqueeze(1) + place
+        fresh = (position < total.unsqueeze(1)) & (position >= cached.unsqueeze(1))
+        kept, some = survivors((fresh & live.unsqueeze(1)).flatten())
+        if len(kept) == 0:
+            return
         rows = (position + to_row.unsqueeze(1)).flatten()[kept].clamp_(0, T - 1)
-        target = ((slots * (P - 1)).unsqueeze(1) + tails).flatten()[kept]
+        target = ((slots * (P - 1)).unsqueeze(1) + place).flatten()[kept]
         put_rows(
             tail_key.view(-1, tail_key.shape[2]), target, index_key.index_select(0, rows), some
         )
         put_rows(tail_gate.view(-1, tail_gate.shape[2]), target, gate.index_select(0, rows), some)
+
+
+def _members(
+    first: Tensor, cached: Tensor, to_row: Tensor, ends: Tensor, count: int, T: int, P: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the member rows [count*P], the number and the sequence [count] of completed pools.
+
+    `ends` [N] counts the pools that sequences complete, cumulated. A row below T is a row of the
+    call; T + sequence * (P-1) + j is entry j of a sequence's tail.
+    """
+    nth = torch.arange(count, device=ends.device)
+    seq = torch.searchsorted(ends, nth, right=True).clamp_max_(len(ends) - 1)
+    before = torch.nn.functional.pad(ends[:-1], (1, 0))
+    pool = (first - before)[seq] + nth
+    member = torch.arange(P, device=ends.device)
+    position = (pool * P).unsqueeze(1) + member
+    new = position + to_row[seq].unsqueeze(1)
+    old = (seq * (P - 1) + T).unsqueeze(1) + member
+    return torch.where(position >= cached[seq].unsqueeze(1), new, old).flatten(), pool, seq
 
 
 def _pooled(keys: Tensor, gates: Tensor, ape: Tensor) -> Tensor:
@@ -124,8 +129,10 @@ def _pooled(keys: Tensor, gates: Tensor, ape: Tensor) -> Tensor:
     float32.
     """
     shape = (-1, *ape.shape)
-    weights = torch.softmax(gates.float().view(shape) + ape.float(), dim=1)
-    return weights.mul_(keys.float().view(shape)).sum(1)
+    scores = gates.float().view(shape) + ape.float()
+    # not torch.softmax: over an inner axis its bits depend on how threads share the pools
+    weights = scores.sub_(scores.amax(1, keepdim=True)).exp_()
+    return (weights * keys.float().view(shape)).sum(1).div_(weights.sum(1))
 
 
 def index_select(
@@ -197,27 +204,25 @@ def _select(
     *,
     fixed: bool,
 ) -> Tensor:
-    T = len(query)
+    T, width = len(query), top_pools * P + P - 1
     begins, cached = read_lengths(cu_seqlens, computed_tokens)
-    width = top_pools * P + P - 1
-    slots = torch.arange(width, device=query.device, dtype=torch.int32)
-    # every query as if it saw all its tokens; one spare row takes what padded lanes write
+    # one spare row takes what padded lanes write
     chosen = torch.empty(T + 1, width, device=query.device, dtype=torch.int32)
     spans = _sparse_spans(begins, cached, P * (top_pools + 1))
-    if sum(span.live for span in spans) < T:
+    if sum(span.live for span in spans) < T:  # every query as if it saw all its tokens
+        slots = torch.arange(width, device=query.device, dtype=torch.int32)
         position = _positions(computed_tokens, cu_seqlens, T).int().unsqueeze(1)
         torch.where(slots <= position, slots, slots.new_full((), -1), out=chosen[:T])
     parts = [(_FIXED_LANE, spans)] if fixed and spans else lane_widths(spans, _LANE)
     for lane_width, part in parts:
         lanes = cut_lanes(part, lane_width)
-        tile, per_group = _tiling(query, pool_cache.shape[1], lane_width, width, fixed)
+        tile, per_group = _tiling(query, pool_cache.shape[1], lane_width, len(lanes), width, fixed)
         for group in group_lanes(lanes, lane_width, per_group, T, query.device):
             best = _best_pools(
                 query, head_weights, pool_cache, block_table, group, top_pools, P, tile, fixed
             )
-            chosen.index_copy_(
-                0, group.rows.flatten(), _expand(best, group.positions, P).flatten(0, 1)
-            )
+            rows = _expand(best, group.positions, P).flatten(0, 1)
+            chosen.index_copy_(0, group.rows.flatten(), rows)
     return chosen[:T]
 
 
@@ -232,15 +237,17 @@ def _sparse_spans(begins: list[int], cached: list[int], first_sparse: int) -> li
     return spans
 
 
-def _tiling(query: Tensor, PB: int, lane_width: int, width: int, fixed: bool) -> tuple[int, int]:
+def _tiling(
+    query: Tensor, PB: int, lane_width: int, lanes: int, width: int, fixed: bool
+) -> tuple[int, int]:
     """Return (pools per tile, lanes per group); a tile is whole blocks."""
     if fixed:
-        return max(PB, _FIXED_POOLS // PB * PB), 1
+        return fixed_blocks(PB, _FIXED_POOLS) * PB, 1
     Hi, Di = query.shape[1:]
+    budget = SCORE_ELEMENTS if counting_is_free(query) else 32 * SCORE_ELEMENTS
     per_pool = max(lane_width * Hi, Di)
-    tile = max(_POOLS, SCORE_ELEMENTS // per_pool // 8)
-    tile = max(PB, min(tile, 8 * _POOLS) // PB * PB)
-    return tile, max(1, SCORE_ELEMENTS // max(per_pool * tile, lane_width * width))
+    per_group = min(lanes, max(1, budget // max(per_pool * _POOLS, lane_width * width)))
+    return max(_POOLS, budget // (per_pool * per_group), PB) // PB * PB, per_group
 
 
 def _positions(computed_tokens: Tensor, cu_seqlens: Tensor, T: int) -> Tensor:
@@ -263,34 +270,48 @@ def _best_pools(
 ) -> Tensor:
     """Return the chosen pools of every query in the group, ascending, [B, W, top_pools] int64."""
     (B, W), PB = group.rows.shape, pool_cache.shape[1]
-    rows = group.rows.clamp_max(len(query) - 1).flatten()
     Hi, Di = query.shape[1:]
-    q = query.index_select(0, rows).float().view(B, W * Hi, Di)
-    weight = (head_weights.index_select(0, rows) * Di**-0.5).view(B * W, 1, Hi)
-    tables = block_table.index_select(0, group.sequences)
-    limit = (group.positions + 1) // P  # complete pools: candidates of each query
-    most = [reach // P for reach in group.reach]
-    needed = (group.ends // P + PB - 1) // PB  # blocks that hold candidates of a real query
-    best = torch.full((B, W, top_pools), _LOWEST, device=q.device, dtype=torch.int64)
+    lines = round_up(Di, ALIGN) if fixed else Di
+    # the factor Di ** -0.5 is left out: it moves every score alike
+    q = fit(group.take(query).float(), lines).view(B, W * Hi, lines)
+    weight = group.take(head_weights).view(B * W, 1, Hi)
+    tables = group.tables(block_table)
+    most = [lane.reach // P for lane in group.lanes]
+    least = min((lane.position + 1) // P for lane in group.lanes)  # candidates of a first query
+    needed = [round_up(pools, PB) // PB for pools in most]
+    best = torch.empty(0, device=q.device, dtype=torch.int64)
     for start in range(0, most[0], tile):
+        stop = start + tile if fixed else min(start + tile, most[0])
         lanes = group.active(start * P + P - 1)
-        blocks = tile // PB if fixed else min(tile // PB, -(-(most[0] - start) // PB))
+        blocks = round_up(stop - start, PB) // PB
         keys = gather_blocks(pool_cache, tables[:lanes], start // PB, blocks, needed[:lanes])
+        keys = fit(keys[:, : stop - start], lines)
         dots = torch.bmm(q[:lanes], keys.transpose(1, 2)).relu_().view(lanes * W, Hi, -1)
-        scores = torch.bmm(weight[: lanes * W], dots).view(lanes, W, -1)
-        pools = torch.arange(start, start + blocks * PB, device=q.device)
-        ranked = _rank(scores, pools).masked_fill_(pools >= limit[:lanes].unsqueeze(2), _LOWEST)
-        ranked = torch.cat([best[:lanes], ranked], -1).topk(top_pools, sorted=False).values
-        best[:lanes] = ranked
+        if fixed:  # a product with one row may take a path whose bits depend on the place
+            scores = dots.mul_(weight[: lanes * W].transpose(1, 2)).sum(1)
+        else:
+            scores = torch.bmm(weight[: lanes * W], dots)
+        ranked = _rank(scores.view(lanes, W, -1), start)
+        if least < stop:
+            pools = torch.arange(start, stop, device=q.device)
+            limit = (group.positions[:lanes] + 1) // P  # complete pools of each query
+            ranked.masked_fill_(pools >= limit.unsqueeze(2), _LOWEST)
+        if start:
+            ranked = torch.cat([best[:lanes], ranked], -1)
+        if ranked.shape[-1] > top_pools:
+            ranked = ranked.topk(top_pools, sorted=False).values
+        best = ranked if lanes == len(best) or not start else torch.cat([ranked, best[lanes:]])
     return (_LAST_POOL - (best & 0xFFFFFFFF)).sort().values
 
 
-def _rank(scores: Tensor, pools: Tensor) -> Tensor:
+def _rank(scores: Tensor, first_pool: int) -> Tensor:
     """Pack (score, lowest pool first) into int64 keys whose order is the order of the choice."""
     bits = scores.view(torch.int32)
     # sign and magnitude -> two's complement; both zeros become 0, as a tie between them is a tie
     ordered = torch.where(bits < 0, torch.iinfo(torch.int32).min - bits, bits)
-    return (ordered.long() << 32) + (_LAST_POOL - pools)
+    last = _LAST_POOL - first_pool
+    pools = torch.arange(last, last - scores.shape[-1], -1, device=scores.device)
+    return (ordered.long() << 32).add_(pools)
 
 
 def _expand(pools: Tensor, positions: Tensor, P: int) -> Tensor:

@@ -13,26 +13,29 @@ import torch
 from torch import Tensor
 
 from oxplow.ops.kernels.torch.paged import (
+    ALIGN,
     Lane,
     LaneGroup,
     counting_is_free,
     cut_lanes,
+    fit,
+    fixed_blocks,
     gather_blocks,
     group_lanes,
     lane_widths,
     put_rows,
     read_lengths,
+    round_up,
     rows_to_sequences,
     survivors,
 )
 from oxplow.ops.table import Kernel
 
-GATHER_ELEMENTS = 1 << 22
-"""Most elements of the latents gathered at once on a CPU (16 MiB of float32); eight times more
-elsewhere.
-"""
+GATHER_ELEMENTS = 1 << 18
+"""Elements of one temporary (1 MiB of float32) on a CPU, where larger ones fall out of the second
+level cache and, several together, out of the allocator's heap; 64 times more on an accelerator."""
 
-_LANE, _KEYS = 32, 512  # dense: queries of a lane, keys of a tile at least
+_LANE, _KEYS = 32, 128  # dense: most queries of a lane, fewest keys of a tile
 _FIXED_ROWS, _FIXED_KEYS = 4, 128  # shapes of the invariant variants: never depend on the call
 
 
@@ -107,68 +110,102 @@ def _sparse(
     *,
     fixed: bool = False,
 ) -> Tensor:
-    T, H, _ = query.shape
-    R = cache.shape[2]
+    (T, H, _), R = query.shape, cache.shape[2]
     out = query.new_empty(T, H, w_uv.shape[1])
     if out.numel() == 0:
         return out
-    if sequences is None:
-        sequences = torch.arange(T, device=query.device)
+    pads = True
     if fixed:
-        tile = _FIXED_ROWS
+        tile, width = _FIXED_ROWS, round_up(selected.shape[1], ALIGN)
+        selected = torch.nn.functional.pad(selected, (0, width - selected.shape[1]), value=-1)
     else:
-        selected = _trimmed(selected)
-        budget = GATHER_ELEMENTS * (1 if counting_is_free(query) else 8)
-        tile = max(1, budget // max(1, selected.shape[1] * max(R, H)))
+        selected, pads = _trimmed(selected)
+        tile = max(1, _budget(query) // max(1, selected.shape[1] * max(R, H)))
     if selected.shape[1] == 0:
         return out.zero_()
-    up_k, up_v = w_uk.float(), w_uv.float().transpose(1, 2)
+    up_k, up_v = _up(w_uk, w_uv, R, fixed)
     for at in range(0, T, tile):
-        part = slice(at, min(at + tile, T))
-        q, picks, owner = query[part], selected[part], sequences[part]
-        if (
-            fixed and len(q) < tile
-        ):  # repeat the last row: any real row will do, its copies are dropped
+        part = slice(at, at + tile)
+        q, picks = query[part], selected[part]
+        if fixed and len(q) < tile:  # repeat the last row: its copies are dropped
             rows = torch.arange(at, at + tile, device=q.device).clamp_max_(T - 1)
-            q, picks, owner = query[rows], selected[rows], sequences[rows]
-        out[part] = _attend_picks(q, up_k, up_v, cache, block_table, picks, owner)[: part.stop - at]
+            q, picks = query[rows], selected[rows]
+            owner = rows if sequences is None else sequences[rows]
+        elif sequences is None:
+            owner = None if tile >= T else torch.arange(at, at + len(q), device=q.device)
+        else:
+            owner = sequences[part]
+        slots, empty = _slots(picks, block_table, owner, cache.shape[1], pads)
+        o = _attend_picks(q, up_k, up_v, cache.view(-1, R), slots, picks if pads else None)
+        if empty is not None:
+            o = o.masked_fill(empty.unsqueeze(2), 0.0)
+        out[part] = o[: T - at, :, : out.shape[2]]
     return out
 
 
-def _trimmed(selected: Tensor) -> Tensor:
-    """Drop the columns at the end that hold no pick, where looking is free."""
+def _budget(x: Tensor) -> int:
+    return GATHER_ELEMENTS if counting_is_free(x) else 64 * GATHER_ELEMENTS
+
+
+def _up(w_uk: Tensor, w_uv: Tensor, width: int, fixed: bool) -> tuple[Tensor, Tensor]:
+    """Return float32 w_uk [H, Dn, R] and w_uv turned to [H, R, Dv]; padded lines where `fixed`.
+
+    The padded w_uv takes in all `width` cache columns, those past R with a factor of zero.
+    """
+    up_k, up_v = w_uk.float(), w_uv.float().transpose(1, 2)
+    if not fixed:
+        return up_k, up_v
+    Dn, R, Dv = (round_up(size, ALIGN) for size in (*w_uk.shape[1:], w_uv.shape[1]))
+    return fit(up_k, Dn, R), fit(up_v, round_up(width, ALIGN), Dv)
+
+
+def _trimmed(selected: Tensor) -> tuple[Tensor, bool]:
+    """Drop columns at the end without any pick and tell if pads are left, where looking is free."""
     if not counting_is_free(selected):
-        return selected
-    used = (selected >= 0).any(0).nonzero()
-    return selected[:, : int(used[-1]) + 1 if len(used) else 0]
+        return selected, True
+    present = selected >= 0
+    if present.all():
+        return selected, False
+    used = present.any(0).nonzero()
+    width = int(used[-1]) + 1 if len(used) else 0
+    return selected[:, :width], not present[:, :width].all()
+
+
+def _slots(
+    picks: Tensor, block_table: Tensor, owner: Tensor | None, block_size: int, pads: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the cache row of every pick [t,S] int64 and, with `pads`, which rows have no pick.
+
+    `owner` [t] is each row's block table, None if they go together one by one. A pad looks where a
+    pick of its row already does, so that no memory is read that holds no token.
+    """
+    empty = None
+    if pads:
+        best = picks.amax(1, keepdim=True)
+        empty = best < 0
+        picks = torch.where(picks < 0, best, picks).clamp_min_(0)
+    position = picks.long()
+    block = position // block_size
+    if owner is None:
+        entry = block_table.gather(1, block)
+    else:
+        entry = block_table.reshape(-1)[(owner * block_table.shape[1]).unsqueeze(1) + block]
+    slots = entry.long() * block_size + position % block_size
+    return (slots if empty is None else slots.masked_fill_(empty, 0)), empty
 
 
 def _attend_picks(
-    query: Tensor,
-    up_k: Tensor,
-    up_v: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    picks: Tensor,
-    owner: Tensor,
+    query: Tensor, up_k: Tensor, up_v: Tensor, cache: Tensor, slots: Tensor, picks: Tensor | None
 ) -> Tensor:
-    """Attend query[t,H,Dn] to picks[t,S], float32 [t,H,Dv]; rows without a pick are zero."""
-    block_size, R = cache.shape[1:]
-    best = picks.amax(1, keepdim=True)
-    absent, empty = picks < 0, best < 0
-    position = (
-        torch.where(absent, best, picks).clamp_min_(0).long()
-    )  # a pad looks where a pick already does
-    block = position // block_size
-    entry = block_table.reshape(-1)[(owner * block_table.shape[1]).unsqueeze(1) + block].long()
-    slots = (entry * block_size + position - block * block_size).masked_fill_(empty, 0)
-    c = cache.view(-1, R).index_select(0, slots.flatten()).view(*picks.shape, R).float()
-    q = query.float().mul(query.shape[2] ** -0.5).transpose(0, 1)
+    """Attend query[t,H,Dn] to cache[slots[t,S]], float32 [t,H,Dv]; leave out negative `picks`."""
+    c = cache.index_select(0, slots.flatten()).view(*slots.shape, cache.shape[1]).float()
+    c = fit(c, up_k.shape[2])
+    q = fit(query.float() * query.shape[2] ** -0.5, up_k.shape[1]).transpose(0, 1)
     scores = torch.bmm(torch.bmm(q, up_k).transpose(0, 1), c.transpose(1, 2))
-    weights = scores.masked_fill_(absent.unsqueeze(1), float("-inf")).softmax(-1)
-    z = torch.bmm(weights, c)
-    out = torch.bmm(z.transpose(0, 1), up_v).transpose(0, 1)
-    return out.masked_fill(empty.unsqueeze(2), 0.0)
+    if picks is not None:
+        scores.masked_fill_((picks < 0).unsqueeze(1), float("-inf"))
+    z = torch.bmm(scores.softmax(-1), c)
+    return torch.bmm(z.transpose(0, 1), up_v).transpose(0, 1)
 
 
 def dense_mla(
@@ -212,8 +249,7 @@ def _dense(
     *,
     fixed: bool,
 ) -> Tensor:
-    T, H, _ = query.shape
-    block_size, width = cache.shape[1:]
+    (T, H, _), (block_size, width) = query.shape, cache.shape[1:]
     out = query.new_empty(T + 1, H, w_uv.shape[1])  # one spare row takes what padded lanes write
     begins, cached = read_lengths(cu_seqlens, computed_tokens)
     spans = [
@@ -221,70 +257,78 @@ def _dense(
         for i, known in enumerate(cached)
         if begins[i + 1] > begins[i]
     ]
-    up_k, up_v = w_uk.float(), w_uv.float().transpose(1, 2)
+    up_k, up_v = _up(w_uk, w_uv, width, fixed)
     parts = [(_FIXED_ROWS, spans)] if fixed and spans else lane_widths(spans, _LANE)
     for lane_width, part in parts:
         lanes = cut_lanes(part, lane_width)
+        per_key = max(lane_width * H, width)
         if fixed:
-            tile, per_group = max(block_size, _FIXED_KEYS // block_size * block_size), 1
+            tile, per_group = fixed_blocks(block_size, _FIXED_KEYS) * block_size, 1
         else:
-            budget = GATHER_ELEMENTS * (1 if counting_is_free(query) else 8)
-            per_key = max(lane_width * H, width)
-            tile = max(
-                block_size, min(max(_KEYS, budget // per_key // 8), 4096) // block_size * block_size
-            )
-            per_group = max(1, budget // max(per_key * tile, lane_width * H * width))
+            per_group = min(len(lanes), max(1, _budget(query) // (per_key * _KEYS)))
+            tile = _budget(query) // (per_key * per_group) // block_size * block_size
         for group in group_lanes(lanes, lane_width, per_group, T, query.device):
-            rows = group.rows.flatten()
+            q = _absorbed(group.take(query), w_uk.shape[1:], up_k)
             z = _attend_all(
-                query[rows.clamp_max(T - 1)], up_k, cache, block_table, group, tile, fixed
+                q, up_v.shape[1], cache, block_table, group, max(tile, block_size), fixed
             )
-            o = torch.bmm(z.transpose(0, 1), up_v).transpose(0, 1)
-            out.index_copy_(0, rows, o.to(out.dtype))
+            o = torch.bmm(z.transpose(0, 1), up_v).transpose(0, 1)[:, :, : out.shape[2]]
+            out.index_copy_(0, group.rows.flatten(), o.to(out.dtype))
     return out[:T]
+
+
+def _absorbed(query: Tensor, shape: torch.Size, up_k: Tensor) -> Tensor:
+    """Return the scaled query in the latent's space and its shared key dims, [rows, H, R+P]."""
+    Dn, R = shape
+    q = query.float() * query.shape[2] ** -0.5
+    own = fit(q[..., :Dn].contiguous(), up_k.shape[1])
+    latent = torch.bmm(own.transpose(0, 1), up_k).transpose(0, 1)[..., :R]
+    return torch.cat([latent, q[..., Dn:]], -1) if q.shape[2] > Dn else latent
 
 
 def _attend_all(
     query: Tensor,
-    up_k: Tensor,
+    taken: int,
     cache: Tensor,
     block_table: Tensor,
     group: LaneGroup,
     tile: int,
     fixed: bool,
 ) -> Tensor:
-    """Return z [B*W,H,R] float32: the latents averaged by causal attention, online over tiles of
-    keys.
-    """
-    (B, W), (_, H, _), (_, Dn, R) = group.rows.shape, query.shape, up_k.shape
-    block_size, width = cache.shape[1:]
-    q = query.float() * query.shape[2] ** -0.5
-    latent = torch.bmm(q[..., :Dn].transpose(0, 1), up_k).transpose(0, 1)
-    q = torch.cat([latent, q[..., Dn:]], -1).reshape(B, W * H, width)
-    tables = block_table.index_select(0, group.sequences)
-    needed = (group.ends + block_size - 1) // block_size
-    z = q.new_zeros(B, W * H, R)
-    total = q.new_zeros(B, W * H, 1)
-    peak = q.new_full((B, W * H, 1), float("-inf"))
-    for start in range(0, group.reach[0], tile):
+    """Return z [B*W, H, taken] float32: the first columns of the cache under causal attention."""
+    (B, W), H, block_size = group.rows.shape, query.shape[1], cache.shape[1]
+    width, reach = max(taken, cache.shape[2]), group.lanes[0].reach
+    q = fit(query, width).reshape(B, W * H, width)
+    tables = group.tables(block_table)
+    needed = [round_up(lane.reach, block_size) // block_size for lane in group.lanes]
+    z = total = peak = q.new_empty(0)
+    for start in range(0, reach, tile):
+        stop = start + tile if fixed else min(start + tile, reach)
         lanes = group.active(start)
-        blocks = tile // block_size
-        if not fixed:
-            blocks = min(blocks, -(-(group.reach[0] - start) // block_size))
+        blocks = round_up(stop - start, block_size) // block_size
         c = gather_blocks(cache, tables[:lanes], start // block_size, blocks, needed[:lanes])
-        at = torch.arange(start, start + c.shape[1], device=q.device)
-        # memory past a lane's last token may hold NaN, and 0 * NaN is NaN
-        c = c.masked_fill((at >= group.ends[:lanes]).unsqueeze(2), 0.0)
+        c = fit(c[:, : stop - start], width)
+        at = torch.arange(start, stop, device=q.device)
+        if group.lanes[lanes - 1].reach < stop:
+            # memory past a lane's last token may hold NaN, and 0 * NaN is NaN
+            c.masked_fill_((at >= group.ends[:lanes]).unsqueeze(2), 0.0)
         scores = torch.bmm(q[:lanes], c.transpose(1, 2))
-        hidden = at > group.positions[:lanes].unsqueeze(2)
-        scores.view(lanes, W, H, -1).masked_fill_(hidden.unsqueeze(2), float("-inf"))
+        if min(lane.position for lane in group.lanes[:lanes]) < stop - 1:
+            hidden = (at > group.positions[:lanes].unsqueeze(2)).unsqueeze(2)
+            scores.view(lanes, W, H, -1).masked_fill_(hidden, float("-inf"))
+        if start == 0:
+            peak = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(peak).exp_()
+            total = weights.sum(-1, keepdim=True)
+            z = torch.bmm(weights, c[..., :taken])
+            continue
         higher = torch.maximum(peak[:lanes], scores.amax(-1, keepdim=True))
         keep = torch.exp(peak[:lanes] - higher)
         weights = scores.sub_(higher).exp_()
         total[:lanes] = total[:lanes] * keep + weights.sum(-1, keepdim=True)
-        z[:lanes] = z[:lanes] * keep + torch.bmm(weights, c[..., :R])
+        z[:lanes] = z[:lanes] * keep + torch.bmm(weights, c[..., :taken])
         peak[:lanes] = higher
-    return z.div_(total).view(B * W, H, R)
+    return z.div_(total).view(B * W, H, taken)
 
 
 KERNELS = (

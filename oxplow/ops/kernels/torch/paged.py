@@ -8,6 +8,7 @@ needs it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,9 +60,7 @@ def rows_to_sequences(cu_seqlens: Tensor, num_rows: int) -> Tensor:
 
 
 class Lane(NamedTuple):
-    """Up to `width` consecutive queries of one sequence: the first one's row and position, and how
-    many.
-    """
+    """Consecutive queries of one sequence: the first one's row and position, and how many."""
 
     sequence: int
     row: int
@@ -76,28 +75,39 @@ class Lane(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaneGroup:
-    """Lanes that run as one batch, longest reach first.
+    """Lanes of one width that run as one batch, longest reach first.
 
     `rows` [B,W] are rows of the call, `num_rows` (one past the last) where a lane has fewer queries
-    than its width; `positions` [B,W] run on past the last query there. `ends` [B,1] and `reach`
-    (the same on the host, descending) are the tokens that a lane's last query may see.
+    than its width; `positions` [B,W] run on past the last query there, `ends` [B,1] do not: they
+    are the lanes' reaches.
     """
 
+    lanes: list[Lane]
     sequences: Tensor
     rows: Tensor
     positions: Tensor
     ends: Tensor
-    reach: list[int]
+    num_rows: int
 
     def active(self, start: int) -> int:
-        """Return how many lanes see anything at or past `start`; they come first."""
-        return sum(reach > start for reach in self.reach)
+        """Return how many lanes see anything at or past token `start`; they come first."""
+        return sum(lane.reach > start for lane in self.lanes)
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return the rows of x[T, ...] in lane order; for a row that a lane lacks, the last one."""
+        if self.num_rows == self.rows.numel() == 1:  # one request decodes: nothing to reorder
+            return x
+        return x.index_select(0, self.rows.clamp_max(self.num_rows - 1).flatten())
+
+    def tables(self, block_table: Tensor) -> Tensor:
+        """Return every lane's block table, [B, MB]."""
+        if len(block_table) == 1 == len(self.lanes):
+            return block_table
+        return block_table.index_select(0, self.sequences)
 
 
 def lane_widths(spans: list[Lane], longest: int) -> list[tuple[int, list[Lane]]]:
-    """Split runs into single queries (decode: lanes of one) and longer ones (lanes of `longest` at
-    most).
-    """
+    """Split runs into single queries (decode: lanes of one) and longer ones (wider lanes)."""
     single = [span for span in spans if span.live == 1]
     longer = [span for span in spans if span.live > 1]
     parts = [(1, single)] if single else []
@@ -107,9 +117,7 @@ def lane_widths(spans: list[Lane], longest: int) -> list[tuple[int, list[Lane]]]
 
 
 def cut_lanes(spans: Iterable[Lane], width: int) -> list[Lane]:
-    """Cut spans (a sequence's whole run of queries each) into lanes of `width`, longest reach
-    first.
-    """
+    """Cut each sequence's run of queries into lanes of `width`, longest reach first."""
     lanes = [
         Lane(span.sequence, span.row + at, span.position + at, min(width, span.live - at))
         for span in spans
@@ -123,29 +131,54 @@ def group_lanes(
 ) -> Iterator[LaneGroup]:
     """Upload lanes once and yield them `per_group` at a time."""
     table = torch.tensor(lanes, dtype=torch.int64).to(device)
-    step = torch.arange(width, device=device)
     for at in range(0, len(lanes), per_group):
         part = table[at : at + per_group]
-        rows = part[:, 1:2] + step
+        sequences, rows, positions, live = part[:, 0], part[:, 1:2], part[:, 2:3], part[:, 3:4]
+        ends = positions + live
         if width > 1:
-            rows = torch.where(step < part[:, 3:4], rows, num_rows)
-        yield LaneGroup(
-            sequences=part[:, 0],
-            rows=rows,
-            positions=part[:, 2:3] + step,
-            ends=part[:, 2:3] + part[:, 3:4],
-            reach=[lane.reach for lane in lanes[at : at + per_group]],
-        )
+            step = torch.arange(width, device=device)
+            rows = torch.where(step < live, rows + step, num_rows)
+            positions = positions + step
+        yield LaneGroup(lanes[at : at + per_group], sequences, rows, positions, ends, num_rows)
 
 
-def gather_blocks(memory: Tensor, tables: Tensor, first: int, count: int, needed: Tensor) -> Tensor:
+ALIGN = 16
+"""Float32 elements in 64 bytes: a product of one shape keeps its bits on rows that start there."""
+
+
+def round_up(count: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is not below `count`."""
+    return -(-count // multiple) * multiple
+
+
+def fit(x: Tensor, *sizes: int) -> Tensor:
+    """Pad the last dimensions of `x` with zeros up to `sizes`; no copy if they fit."""
+    if x.shape[x.ndim - len(sizes) :] == sizes:
+        return x
+    edges = [(0, size - have) for size, have in zip(sizes[::-1], x.shape[::-1], strict=False)]
+    return torch.nn.functional.pad(x, [edge for pair in edges for edge in pair])
+
+
+def fixed_blocks(rows_per_block: int, rows: int) -> int:
+    """Return blocks per tile of about `rows` aligned rows, from the block's size alone."""
+    least = math.lcm(rows_per_block, ALIGN)
+    return max(1, rows // least) * least // rows_per_block
+
+
+def gather_blocks(
+    memory: Tensor, tables: Tensor, first: int, count: int, needed: list[int]
+) -> Tensor:
     """Return blocks first .. first+count-1 of every table row as float32, [B, count*block, D].
 
-    `needed` [B,1] is how many blocks a row has; it must exceed `first`. Blocks past it repeat block
-    `first` and mean nothing; so may the tail of the last needed one: the caller masks both.
+    `needed` is how many blocks each row has, more than `first` everywhere. Blocks past it repeat
+    block `first` and mean nothing; so may the end of the last needed one: the caller masks both.
     """
-    columns = torch.arange(first, first + count, device=tables.device)
-    ids = tables[:, columns.clamp_max(tables.shape[1] - 1)]
-    ids = torch.where(columns < needed, ids, ids[:, :1])
+    if min(needed) >= first + count:
+        ids = tables[:, first : first + count]
+    else:
+        columns = torch.arange(first, first + count, device=tables.device)
+        limits = torch.tensor(needed, device=tables.device).unsqueeze(1)
+        ids = tables[:, columns.clamp_max(tables.shape[1] - 1)]
+        ids = torch.where(columns < limits, ids, ids[:, :1])
     blocks = memory.index_select(0, ids.reshape(-1))
     return blocks.view(len(tables), count * memory.shape[1], memory.shape[2]).float()
