@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oxplow.contracts import CONTRACTS
 from oxplow.contracts.dense import block_scales, normal_codes
+from oxplow.contracts.laws import Evidence
 from oxplow.contracts.schema import Args, Case, CaseKind
-from oxplow.feedback.gate import examine
+from oxplow.feedback.gate import examine, reference_values
 from oxplow.ops.kernels.torch import moe
 
 FLOAT, HALF = torch.float32, torch.bfloat16
@@ -113,8 +114,13 @@ def test_a_slice_of_the_inner_axis_needs_no_copy_by_the_caller() -> None:
     args = _draw(6, 5, 2, 32, 24)
     sliced = args | {"gate_up": args["gate_up"][:, :, 8:16], "down": args["down"][:, :, 8:16]}
     whole = sliced | {name: sliced[name].contiguous() for name in ("gate_up", "down")}
+    contract = CONTRACTS["experts"]
+    truth = reference_values(contract, whole, torch.float64)["y"]
+    baseline = reference_values(contract, whole, FLOAT)["y"]
     for run in (moe.experts, moe.experts_wide, moe.experts_invariant):
-        torch.testing.assert_close(run(**sliced), run(**whole), rtol=1e-6, atol=1e-6)
+        evidence = Evidence(got=run(**sliced), truth=truth, baseline=baseline, args=whole)
+        verdict = contract.checks["y"].judge(evidence)
+        assert verdict.ok, verdict.reason
 
 
 def test_an_expert_may_stand_twice_in_a_row() -> None:
