@@ -21,14 +21,21 @@ class Driver:
     """Runs requests on a model, one forward pass per `step` call."""
 
     def __init__(
-        self, model: HybridModel, *, num_blocks: int = 64, num_slots: int = 8, seed: int = 0
+        self,
+        model: HybridModel,
+        *,
+        num_blocks: int = 64,
+        num_slots: int = 8,
+        seed: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         self.model = model
+        self.device = device or torch.device("cpu")
         self.caches = CacheTensors(
             model.components(),
             num_blocks=num_blocks,
             num_slots=num_slots,
-            device=torch.device("cpu"),
+            device=self.device,
         )
         for layer in {c.layer for c in self.caches.components}:
             for pool in self.caches[layer].values():
@@ -76,7 +83,7 @@ class Driver:
         step = build_step(
             [described[n] for n in names],
             block_size=self.model.block_size,
-            device=torch.device("cpu"),
+            device=self.device,
             embeds=embeds,
         )
         out = self.model.forward(step, self.caches, observe)

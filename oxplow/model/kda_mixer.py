@@ -88,7 +88,7 @@ class KdaMixer:
         raw, low_decay, low_gate, beta = self._project(x)
         decay = self._decay(low_decay).view(-1, kda.num_heads, kda.head_dim)
         g = self._ops.kda_gate(decay, self._a_log, self._dt_bias, lower_bound=kda.lower_bound)
-        # Spelled out: the library sigmoid rounds a tensor's tail otherwise, so the batch would show.
+        # Spelled out: the library sigmoid rounds a tensor's tail in another way than its body.
         beta = at_least_fp32(beta).neg().exp().add(1).reciprocal()
         parts = []
         if step.decode is not None:

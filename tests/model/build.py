@@ -16,19 +16,24 @@ from oxplow.ops.table import Facts, OpTable, select
 CPU = torch.device("cpu")
 
 
-def our_table(*, invariant: bool = False) -> OpTable:
-    """Select our kernels for float32 on the CPU."""
-    return select(
-        builtin_kernels(), CONTRACTS, Facts(device=CPU, dtype=torch.float32, invariant=invariant)
-    )
+def our_table(*, invariant: bool = False, device: torch.device = CPU) -> OpTable:
+    """Select our kernels for float32."""
+    facts = Facts(device=device, dtype=torch.float32, invariant=invariant)
+    return select(builtin_kernels(), CONTRACTS, facts)
 
 
 def our_model(
-    directory: Path, *, invariant: bool = False, always_select: bool = False
+    directory: Path,
+    *,
+    invariant: bool = False,
+    always_select: bool = False,
+    device: torch.device = CPU,
 ) -> HybridModel:
     """Load a checkpoint on our kernels."""
     return load_model(
-        directory, our_table(invariant=invariant), LoadOptions(always_select=always_select)
+        directory,
+        our_table(invariant=invariant, device=device),
+        LoadOptions(always_select=always_select),
     )
 
 

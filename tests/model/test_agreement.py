@@ -149,6 +149,20 @@ def test_draft_logits_agree(glm_directory: Oracle, model: HybridModel) -> None:
     assert gap(out.logits, glm_directory.tensor("mtp.logits")[0]) <= LOGITS
 
 
+@pytest.mark.gpu
+def test_text_and_image_agree_on_the_accelerator(glm_directory: Oracle) -> None:
+    device = torch.device(torch.accelerator.current_accelerator())
+    model = our_model(glm_directory.directory, always_select=True, device=device)
+    driver = Driver(model, device=device)
+    logits = driver.step({"a": glm_directory.tensor("text.ids")[0].tolist()})["a"]
+    assert gap(logits.cpu(), glm_directory.tensor("text.logits")[0]) <= LOGITS
+    wanted = glm_directory.tensor("text.greedy")[0].tolist()
+    assert driver.greedy("a", logits[-1], len(wanted)) == wanted
+    pixels = glm_directory.tensor("image.pixel_values").to(device)
+    features = model.encode(pixels, glm_directory.tensor("image.grid_thw")).cpu()
+    assert gap(features, glm_directory.tensor("image.features")) <= PIXELS
+
+
 def test_references_in_float64_agree_too(glm_directory: Oracle) -> None:
     """The contracts' meaning itself: the model run on references alone, against transformers."""
     if glm_directory.directory.name and "seed2" in glm_directory.directory.name:

@@ -41,12 +41,11 @@ def _crossed() -> list[pytest.param]:
     ]
 
 
-@pytest.mark.parametrize(("kernel", "case", "dtypes"), _crossed())
-def test_kernel_conforms_to_its_contract(
-    kernel: Kernel, case: str, dtypes: tuple[torch.dtype, torch.dtype]
+def _conform(
+    kernel: Kernel, case: str, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
 ) -> None:
     dtype, weight = dtypes
-    support = kernel.supports(Facts(device=CPU, dtype=dtype))
+    support = kernel.supports(Facts(device=device, dtype=dtype))
     if not support.ok:
         pytest.skip(support.reason)
     contract = CONTRACTS[kernel.op]
@@ -58,9 +57,25 @@ def test_kernel_conforms_to_its_contract(
             contract.case(case),
             dtype=dtype,
             weight=weight,
+            device=device,
             seed=seed,
         )
         assert finding.ok, str(finding)
+
+
+@pytest.mark.parametrize(("kernel", "case", "dtypes"), _crossed())
+def test_kernel_conforms_to_its_contract(
+    kernel: Kernel, case: str, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    _conform(kernel, case, dtypes, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kernel", "case", "dtypes"), _crossed())
+def test_kernel_conforms_on_the_accelerator(
+    kernel: Kernel, case: str, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    _conform(kernel, case, dtypes, torch.device(torch.accelerator.current_accelerator()))
 
 
 def test_every_contract_has_a_portable_kernel() -> None:
