@@ -84,11 +84,18 @@ class BlockPool:
                 self._free.append(block)
 
     def publish(self, block: BlockId, key: bytes) -> bool:
-        """Make a held block findable by its content; False where that content is known already."""
-        if key in self._block_of:
-            return False
+        """Make a held block findable by its content; False where another holder's block is already.
+
+        An idle block of the same content is freed in its favour: one copy is enough.
+        """
         if self._references[block] < 1 or block in self._key_of:
             raise AssertionError(f"block {block} cannot be published")
+        known = self._block_of.get(key)
+        if known is not None:
+            if self._references[known]:
+                return False
+            del self._idle[known], self._key_of[known]
+            self._free.append(known)
         self._block_of[key], self._key_of[block] = block, key
         return True
 

@@ -135,16 +135,21 @@ class SnapshotPool:
     def put(self, key: bytes, position: int, kind: SnapshotKind) -> SlotId | None:
         """Make room for a snapshot and return the slot to copy the state into.
 
-        None where the snapshot exists already or the pool has no slots.
+        None where the snapshot exists already, the pool has no slots, or all that is kept is worth
+        more. A guess does not age the others: a long prompt takes many.
         """
         if key in self._by_key or self.capacity == 0:
             return None
+        self._tick += kind is not SnapshotKind.SPACED
+        snapshot = Snapshot(key, SlotId(-1), position, kind, self._tick)
         if self._slots.num_available == 0:
-            self.drop(min(self._by_key.values(), key=self._value).key)
-        self._tick += 1
-        slot = self._slots.take()
-        self._by_key[key] = Snapshot(key, slot, position, kind, self._tick)
-        return slot
+            least = min(self._by_key.values(), key=self._value)
+            if self._value(least) > self._value(snapshot):
+                return None
+            self.drop(least.key)
+        snapshot.slot = self._slots.take()
+        self._by_key[key] = snapshot
+        return snapshot.slot
 
     def drop(self, key: bytes) -> None:
         """Give up a snapshot, if it is there."""
@@ -163,8 +168,9 @@ class SnapshotPool:
     def _value(self, snapshot: Snapshot) -> int:
         """Age in uses of the pool; a good position, or proof of use, makes a whole pool younger.
 
-        Spaced snapshots are guesses. Without this rank a long new prompt would push out every
-        branch point that others return to; without the age, old favourites would stay for ever.
+        Spaced snapshots are guesses. Without this rank a long new prompt would push out every branch
+        point that others return to; without the age, old favourites would stay for ever.
         """
-        rank = 2 if snapshot.hits else 0 if snapshot.kind is SnapshotKind.SPACED else 1
+        is_proven = snapshot.hits or snapshot.kind is SnapshotKind.BRANCH  # two texts met there
+        rank = 2 if is_proven else 0 if snapshot.kind is SnapshotKind.SPACED else 1
         return snapshot.last_used + rank * self.capacity

@@ -254,6 +254,8 @@ class EngineCore:
         if token is not None:
             logprob = drawn[-1].logprob
             self._emit_token(choice, token, logprob)
+        elif drawn[-1].is_stuck:
+            self._end(choice, FinishReason.FAILED, "the grammar allows no token here")
         elif row.reaches_end and choice.max_len == choice.prompt_len:
             self._end(choice, FinishReason.LENGTH)
 

@@ -8,7 +8,7 @@ position, and on nothing else in the step; reported log-probabilities are the mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,7 @@ class Drawn:
     is_finite: bool
     token_id: int | None
     logprob: TokenLogprob | None
+    is_stuck: bool = False  # the grammar allows no token here
 
 
 @dataclass(slots=True)
@@ -64,9 +65,12 @@ class Sampler:
         if not rows:
             return []
         tokens = torch.full((len(rows),), -1, dtype=torch.int64, device=logits.device)
-        drawing = [i for i, row in enumerate(rows) if row.draws]
+        masks = {
+            i: _allowed(row.choice, logits.shape[-1]) for i, row in enumerate(rows) if row.draws
+        }
+        drawing = list(masks)
         if drawing:
-            drawn = self._sample(logits, rows, drawing)
+            drawn = self._sample(logits, rows, masks)
             tokens = (
                 drawn
                 if len(drawing) == len(rows)
@@ -79,14 +83,20 @@ class Sampler:
         if wanted:
             columns += self._logprobs(logits, rows, tokens, width)
         packed = torch.stack(columns, 1).tolist()  # the one host sync of a step
-        return [_unpack(row, values, width) for row, values in zip(rows, packed, strict=True)]
+        results = [_unpack(row, values, width) for row, values in zip(rows, packed, strict=True)]
+        for i, mask in masks.items():
+            if mask is not None and not mask.any():
+                results[i] = Drawn(results[i].is_finite, None, None, is_stuck=True)
+        return results
 
-    def _sample(self, logits: Tensor, rows: Sequence[LogitRow], drawing: list[int]) -> Tensor:
-        chosen = [rows[i] for i in drawing]
+    def _sample(
+        self, logits: Tensor, rows: Sequence[LogitRow], masks: Mapping[int, np.ndarray | None]
+    ) -> Tensor:
+        chosen = [rows[i] for i in masks]
         if len(chosen) < len(rows):
-            logits = logits[torch.tensor(drawing, device=logits.device)]
+            logits = logits[torch.tensor(list(masks), device=logits.device)]
         if any(_changes_logits(row.choice) for row in chosen):
-            logits = self._adjusted(logits, chosen)
+            logits = self._adjusted(logits, chosen, list(masks.values()))
         params = [row.choice.request.params for row in chosen]
         device = logits.device
         return self._ops.sample(
@@ -99,10 +109,12 @@ class Sampler:
             torch.tensor([row.position for row in chosen], dtype=torch.int64, device=device),
         )
 
-    def _adjusted(self, logits: Tensor, rows: Sequence[LogitRow]) -> Tensor:
+    def _adjusted(
+        self, logits: Tensor, rows: Sequence[LogitRow], masks: Sequence[np.ndarray | None]
+    ) -> Tensor:
         """Return a copy of logits with penalties, bias, bans and masks applied, in that order."""
         logits = logits.clone()
-        for i, row in enumerate(rows):
+        for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
             choice = row.choice
             if choice.request.params.has_penalties:
                 self._penalise(logits[i], choice)
@@ -115,9 +127,9 @@ class Sampler:
             banned = self._banned(choice)
             if banned:
                 logits[i, torch.tensor(banned, device=logits.device)] = float("-inf")
-            if choice.mask is not None:
-                allowed = _unpacked(choice.mask.allowed_words(), logits.shape[-1])
-                logits[i].masked_fill_(~allowed.to(logits.device), float("-inf"))
+            if mask is not None and mask.any():
+                banned_here = torch.from_numpy(~mask).to(logits.device)
+                logits[i].masked_fill_(banned_here, float("-inf"))
         return logits
 
     def _penalise(self, row: Tensor, choice: Choice) -> None:
@@ -188,11 +200,16 @@ def _changes_logits(choice: Choice) -> bool:
     )
 
 
-def _unpacked(words: Sequence[int], vocab_size: int) -> Tensor:
-    """Turn int32 words into [V] bool; tokens that no word covers are not allowed."""
-    raw = np.ascontiguousarray(np.asarray(words), dtype="<i4").view(np.uint8)
+def _allowed(choice: Choice, vocab_size: int) -> np.ndarray | None:
+    """Return [V] bool of what the choice's grammar allows, None without one.
+
+    Tokens that no word covers (padding of the vocabulary) are not allowed.
+    """
+    if choice.mask is None:
+        return None
+    raw = np.ascontiguousarray(np.asarray(choice.mask.allowed_words()), dtype="<i4").view(np.uint8)
     bits = np.unpackbits(raw, bitorder="little")[:vocab_size].astype(bool)
-    return torch.from_numpy(np.pad(bits, (0, vocab_size - len(bits))))
+    return np.pad(bits, (0, vocab_size - len(bits)))
 
 
 def _unpack(row: LogitRow, values: Sequence[float], width: int) -> Drawn:

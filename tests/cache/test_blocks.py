@@ -113,3 +113,19 @@ def test_slots_are_free_or_held(takes: list[bool]) -> None:
         pool.check()
         assert len(set(held)) == len(held) == pool.num_held
         assert set(held) <= {3, 4, 5, 6}
+
+
+def test_content_computed_again_replaces_its_idle_copy() -> None:
+    evicted: list[bytes] = []
+    pool = BlockPool(3, evicted.append)
+    old = pool.take(1)
+    pool.publish(old[0], b"a")
+    pool.release(old)
+    new = pool.take(1)
+    assert pool.publish(new[0], b"a")
+    pool.check()
+    assert pool.find(b"a") == new[0]
+    assert pool.num_available == 2
+    other = pool.take(1)
+    assert not pool.publish(other[0], b"a"), "a held copy stays"
+    assert not evicted, "the content never went away"
