@@ -123,6 +123,7 @@ class Checkpoint:
         self._check_fp8(name, stored)
         scale = self._take_scale(scale_name, rows, columns)
         value = self._mapped(stored.shard).get_tensor(name)
+        _refuse_nan_codes(name, value)
         self._took(name)
         return Matrix(value.to(self._device), scale)
 
@@ -153,7 +154,10 @@ class Checkpoint:
                 )
             if stored.shard not in passing:
                 passing[stored.shard] = _map(stored.shard)
-            out[i].copy_(passing[stored.shard].get_tensor(name))
+            value = passing[stored.shard].get_tensor(name)
+            if coded[0]:
+                _refuse_nan_codes(name, value)
+            out[i].copy_(value)
             self._took(name)
         if not coded[0]:
             return Matrix(out)
@@ -260,6 +264,13 @@ def _read_headers(directory: Path) -> dict[str, Stored]:
                 )
             stored[name] = Stored(shard, tuple(part.get_shape()), _DTYPES[kind])
     return stored
+
+
+def _refuse_nan_codes(name: str, codes: Tensor) -> None:
+    """Raise for e4m3 codes 0x7f and 0xff: they are NaN, and one of them spoils every answer."""
+    wrong = int(((codes.view(torch.uint8) & 0x7F) == 0x7F).sum())
+    if wrong:
+        raise WeightError(f"tensor {name} holds NaN codes", got=wrong, wanted="finite e4m3 values")
 
 
 def _shards(directory: Path) -> list[Path]:

@@ -103,6 +103,15 @@ def test_a_scale_without_codes_is_refused(copy: Path) -> None:
     refuse(copy, WeightError, Q_A, "not FP8")
 
 
+@pytest.mark.parametrize("name", [Q_A, EXPERT])
+def test_nan_codes_are_refused(copy: Path, name: str) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(torch.uint8)[3, 5] = 0xFF
+
+    edit(copy, name, spoil)
+    refuse(copy, WeightError, name, "NaN")
+
+
 def test_mixed_formats_among_experts_are_refused(copy: Path) -> None:
     edit(copy, EXPERT, lambda t: t.update({EXPERT: t[EXPERT].float()}))
     edit(copy, f"{EXPERT}_scale_inv", lambda t: t.pop(f"{EXPERT}_scale_inv"))
