@@ -59,6 +59,13 @@ class HandOver:
         detail = {"from": int(source), "to": int(target)}
         self._ring.instant(EventType.STATE_RESTORE, Lane.CACHE, detail=detail)
 
+    def clear_slot(self, slot: SlotId) -> None:
+        """Empty a slot for a request that starts anew.
+
+        The model never reads what is left there, but an export of the whole slot would.
+        """
+        self._state.clear_slot(slot)
+
     def save(self, choice: Choice) -> Manifest | None:
         """Swap a running choice's state out, where it is worth it and the host has room."""
         size = self._cache.plan.request_bytes(max(1, choice.computed_tokens))

@@ -17,6 +17,7 @@ from oxplow.engine.core import EngineCore
 from oxplow.engine.events import ChoiceEnd, PromptDone, RequestEnd, TokenOut
 from oxplow.engine.options import EngineOptions
 from oxplow.engine.request import FinishReason, Request, SamplingParams
+from oxplow.engine.runner import trunk_components
 from oxplow.engine.sampling import TokenLogprob
 from oxplow.errors import OxplowError
 from oxplow.model.load import LoadOptions, load_model
@@ -60,7 +61,7 @@ def open_engine(
     Raises ConfigError or WeightError; nothing is kept where it does.
     """
     model = load_model(directory, ops, load)
-    plan = plan_cache(model.components(), model.block_size, budget)
+    plan = plan_cache(trunk_components(model), model.block_size, budget)
     return EngineCore(model, ops, plan, options, revision=model_revision(directory), ring=ring)
 
 

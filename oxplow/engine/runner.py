@@ -13,6 +13,7 @@ from torch import Tensor
 
 from oxplow.cache.manager import Holding
 from oxplow.cache.plan import CachePlan
+from oxplow.cache.spec import Component
 from oxplow.engine.batch import BatchBuilder, LogitRow
 from oxplow.engine.request import Picture
 from oxplow.engine.sampling import Drawn, Sampler
@@ -21,6 +22,11 @@ from oxplow.engine.steps import StepPlan
 from oxplow.model.caches import CacheTensors
 from oxplow.model.network import HybridModel
 from oxplow.ops.table import OpTable
+
+
+def trunk_components(model: HybridModel) -> tuple[Component, ...]:
+    """Return the cache components that serving takes: all layers', not the draft block's."""
+    return tuple(c for layer in model.layers for c in layer.mixer.components())
 
 
 class ModelRunner:
@@ -36,7 +42,7 @@ class ModelRunner:
         """Allocate the pools: `plan.num_slots` request slots, then `plan.num_snapshots` more."""
         self.model, self.plan = model, plan
         self.caches = CacheTensors(
-            model.components(),
+            trunk_components(model),
             num_blocks=plan.num_blocks,
             num_slots=plan.num_slots + plan.num_snapshots,
             device=ops.facts.device,

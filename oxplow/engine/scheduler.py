@@ -29,6 +29,10 @@ class StateMover(Protocol):
         """Copy all slot components."""
         ...
 
+    def clear_slot(self, slot: SlotId) -> None:
+        """Empty a slot for a request that starts anew."""
+        ...
+
     def save(self, choice: Choice) -> object | None:
         """Copy a running choice's state to the host; None where it should be recomputed."""
         ...
@@ -221,6 +225,8 @@ class Scheduler:
             self.cache.count(hit, choice.prompt_len)
         if hit.snapshot is not None:
             self._mover.copy_slot(hit.snapshot.slot, holding.slot)
+        else:
+            self._mover.clear_slot(holding.slot)
         choice.computed_tokens = hit.tokens
         choice.expected_tokens = choice.pending_tokens
         choice.branch_position = hit.matched_tokens if hit.matched_tokens > hit.tokens else 0

@@ -32,13 +32,19 @@ class StateStore:
                 pool[target].copy_(pool[source])
 
     @torch.inference_mode()
-    def wipe(self, blocks: Sequence[int], slot: int) -> None:
-        """Zero blocks and a slot that may hold bad numbers."""
-        index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+    def clear_slot(self, slot: int) -> None:
+        """Zero every slot component of a slot."""
         for component, pool in self._pools():
             if component.per is Per.SLOT:
                 pool[slot].zero_()
-            else:
+
+    @torch.inference_mode()
+    def wipe(self, blocks: Sequence[int], slot: int) -> None:
+        """Zero blocks and a slot that may hold bad numbers."""
+        self.clear_slot(slot)
+        index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+        for component, pool in self._pools():
+            if component.per is Per.BLOCK:
                 pool.index_fill_(0, index, 0)
 
     @torch.inference_mode()

@@ -12,6 +12,7 @@ from oxplow.engine.core import EngineCore
 from oxplow.engine.events import ChoiceEnd, Event, PromptDone, RequestEnd, TokenOut
 from oxplow.engine.options import EngineOptions, MemoryOptions, SchedulerOptions
 from oxplow.engine.request import Request, SamplingParams
+from oxplow.engine.runner import trunk_components
 from oxplow.model.network import HybridModel
 from oxplow.ops.table import OpTable
 from oxplow.trace import EventRing
@@ -47,7 +48,7 @@ def make_core(
     if settings:
         options = replace(options, **settings)
     plan = exact_plan(
-        model.components(), BLOCK, num_blocks=blocks, num_slots=slots, num_snapshots=snapshots
+        trunk_components(model), BLOCK, num_blocks=blocks, num_slots=slots, num_snapshots=snapshots
     )
     core = EngineCore(model, ops, plan, options, revision=revision, ring=ring)
     poison(core)

@@ -35,6 +35,9 @@ class FakeMover:
     def copy_slot(self, source: SlotId, target: SlotId) -> None:
         self.seen[target] = self.seen[source]
 
+    def clear_slot(self, slot: SlotId) -> None:
+        self.seen[slot] = ()
+
     def save(self, choice: Choice) -> object | None:
         if not self.swaps or choice.computed_tokens == 0:
             return None
@@ -113,8 +116,6 @@ class World:
         for row in plan.rows:
             choice = row.choice
             slot = self.cache.holdings[choice.owner].slot
-            if row.start == 0:
-                self.mover.seen[slot] = ()
             assert self.mover.seen[slot] == tuple(choice.token_ids[: row.start]), "wrong state"
             self.mover.seen[slot] = tuple(choice.token_ids[: row.stop])
             choice.computed_tokens = row.stop
