@@ -19,6 +19,7 @@ from oxplow.config.records import (
     TraceConfig,
     resolve,
 )
+from oxplow.config.serving import LimitsConfig, ServeConfig
 
 __all__ = [
     "CacheConfig",
@@ -26,11 +27,13 @@ __all__ = [
     "DtypeName",
     "Facts",
     "KernelPreference",
+    "LimitsConfig",
     "LoadedConfig",
     "LogConfig",
     "LogLevel",
     "ResolvedConfig",
     "RuntimeConfig",
+    "ServeConfig",
     "Setting",
     "TraceConfig",
     "load_config",

@@ -25,6 +25,7 @@ from oxplow.config.records import (
     RuntimeConfig,
     TraceConfig,
 )
+from oxplow.config.serving import LimitsConfig, ServeConfig
 from oxplow.errors import ConfigError
 
 __all__ = ["LoadedConfig", "Setting", "load_config"]
@@ -57,6 +58,8 @@ _SECTIONS: tuple[tuple[str, type], ...] = (
     ("cache", CacheConfig),
     ("log", LogConfig),
     ("trace", TraceConfig),
+    ("serve", ServeConfig),
+    ("limits", LimitsConfig),
 )
 _KERNELS_DOC = "the kernel that must serve this op"
 

@@ -9,6 +9,7 @@ is left undecided.
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from oxplow.config.serving import LimitsConfig, ServeConfig
 from oxplow.errors import ConfigError
 
 __all__ = [
@@ -134,6 +135,8 @@ class RuntimeConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     log: LogConfig = field(default_factory=LogConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     kernels: tuple[KernelPreference, ...] = ()
 
     def preferred_kernels(self) -> dict[str, str]:

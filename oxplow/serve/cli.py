@@ -16,7 +16,7 @@ import typer
 from oxplow import __version__
 from oxplow.config import LogConfig
 from oxplow.errors import OxplowError
-from oxplow.serve.commands import bench, config, doctor, explain
+from oxplow.serve.commands import bench, config, doctor, explain, serve
 from oxplow.serve.console import Session, report_error
 from oxplow.trace import open_log
 
@@ -33,7 +33,7 @@ app = typer.Typer(
 )
 
 # The order of `oxplow --help`.
-for command in (explain, bench, config, doctor):
+for command in (serve, explain, bench, config, doctor):
     command.register(app)
 
 

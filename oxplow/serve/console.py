@@ -35,15 +35,16 @@ class Session:
     config_file: Path | None = None
     assignments: tuple[str, ...] = ()
 
-    def load(self) -> LoadedConfig:
-        """Read the settings of this run. Raises ConfigError."""
+    def load(self, flags: Mapping[str, object] | None = None) -> LoadedConfig:
+        """Read the settings of this run; `flags` of the command win. Raises ConfigError."""
         given: dict[str, object] = {}
         for text in self.assignments:
             key, equals, value = text.partition("=")
             if not equals:
                 raise ConfigError("--set needs a value", got=text, wanted="KEY=VALUE")
             given[key.strip()] = value.strip()
-        return load_config(self.config_file, given, override_origin="--set")
+        origin = "command line" if flags else "--set"
+        return load_config(self.config_file, given | dict(flags or {}), override_origin=origin)
 
 
 def session(context: typer.Context) -> Session:

@@ -28,6 +28,16 @@ _MARK = "\ue0f1"  # a private-use character that breaks control strings inside o
 _REPLACEMENT = "\ufffd"
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(plain)]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF: Mapping[str, int] = _byte_alphabet()
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """The token table: ordinary tokens through `plain`, control tokens by exact string."""
@@ -55,6 +65,15 @@ class Vocabulary:
             elif piece:
                 ids.extend(self.encode_plain(piece.replace(_MARK, "")))
         return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what one token adds to the text; half a character gives half its bytes."""
+        name = self.full.id_to_token(token_id)
+        if name is None:
+            return b""
+        if name in self.control or not all(c in _BYTE_OF for c in name):
+            return self.decode([token_id], skip_special=False).encode()
+        return bytes(_BYTE_OF[c] for c in name)
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of `token_ids`; undecodable bytes become U+FFFD."""
@@ -129,6 +148,10 @@ class ChatText:
     def has_template(self) -> bool:
         """False for a base model: chat is refused, completions work."""
         return self._template is not None
+
+    def has_switch(self, name: str) -> bool:
+        """Tell whether the template reads the variable `name`."""
+        return self._source is not None and name in self._source
 
     def render(
         self,

@@ -13,8 +13,9 @@ _ENV_NAMES = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "u
 # Each of these records what it caught, and re-raises it or answers with it.
 BROAD_EXCEPTS = frozenset(
     {
-        "oxplow/serve/api.py",  # HTTP handler: the client gets an answer
+        "oxplow/serve/api/app.py",  # HTTP handler: the client gets an answer
         "oxplow/disagg/workers.py",  # worker loop: the request fails, the worker lives
+        "oxplow/serve/text.py",  # the tokenizer library raises bare Exception for a damaged file
         "oxplow/feedback/isolate.py",  # child process: the parent gets the evidence
         "oxplow/feedback/gate.py",  # candidate kernel: whatever it raises is its verdict
     }

@@ -4,11 +4,14 @@ Owns the presentation only; the settings are those of `oxplow.config`.
 Invariant: what is printed is what a command started in the same way would use.
 """
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
+from oxplow.config import Setting
 from oxplow.serve.console import AsJson, report, session
+from oxplow.trace.redact import REDACTED, is_secret
 
 __all__ = ["register"]
 
@@ -26,7 +29,7 @@ def _config(
     as_json: AsJson = False,
 ) -> None:
     """Show every setting, its value, its origin and the variable that sets it."""
-    settings = session(context).load().settings
+    settings = [_hidden(s) for s in session(context).load().settings]
     report(
         ("setting", "value", "origin", "variable", "effect"),
         [
@@ -39,3 +42,9 @@ def _config(
         },
         as_json=as_json,
     )
+
+
+def _hidden(setting: Setting) -> Setting:
+    """Return a setting as it may be shown: secrets are named, not told."""
+    secret = is_secret(setting.key.rpartition(".")[2]) and setting.value is not None
+    return replace(setting, value=REDACTED) if secret else setting

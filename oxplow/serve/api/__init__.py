@@ -1,0 +1,1 @@
+"""The HTTP edge: one module for each endpoint, over one service record."""

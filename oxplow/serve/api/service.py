@@ -1,0 +1,53 @@
+"""What every endpoint works with: the engine, the workers, the limits, the counts.
+
+Owns no behaviour beyond wiring. Knows no endpoint.
+Invariant: one `Service` per application; nothing here is changed after the start but the flag that
+says the server is leaving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from oxplow.serve.api.metrics import Metrics
+from oxplow.serve.link.client import EngineClient
+from oxplow.serve.prepare.prepared import PrepareSettings
+from oxplow.serve.text import ChatText
+from oxplow.serve.workers import WorkerPool
+
+__all__ = ["Limits", "Service"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bound what a client may cost. Sizes in bytes, times in seconds."""
+
+    max_body_bytes: int = 64 << 20
+    body_timeout_s: float = 60.0
+    keep_alive_s: float = 10.0
+    grace_s: float = 30.0
+    api_key: str | None = None
+    allow_origins: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Service:
+    """Hold the parts of a running server."""
+
+    engine: EngineClient
+    workers: WorkerPool
+    text: ChatText
+    prepare: PrepareSettings
+    limits: Limits
+    metrics: Metrics
+    started_at: int
+    is_leaving: bool = False
+    open_answers: set[str] = field(default_factory=set)
+
+    async def until_answered(self) -> None:
+        """Wait, five seconds at most, until the answers that ended were told."""
+        for _ in range(100):
+            if not self.open_answers:
+                return
+            await asyncio.sleep(0.05)

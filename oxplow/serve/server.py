@@ -1,0 +1,209 @@
+"""A whole server: engine, workers and HTTP brought up, watched, and taken down in order.
+
+Owns the order of start and end, and signals. Knows no endpoint.
+Invariant: the address is taken before anything slow starts; after the first signal nothing new is
+accepted, what runs has its grace time, and every child process is gone at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvicorn
+
+from oxplow.errors import ConfigError
+from oxplow.serve.api.app import build_app
+from oxplow.serve.api.metrics import Metrics
+from oxplow.serve.api.service import Limits, Service
+from oxplow.serve.engine_port import Core
+from oxplow.serve.engine_settings import EngineSettings
+from oxplow.serve.link.client import EngineClient, Transport
+from oxplow.serve.link.local import ThreadTransport
+from oxplow.serve.link.process import ProcessTransport
+from oxplow.serve.model_files import read_model_files
+from oxplow.serve.prepare.prepared import PrepareSettings
+from oxplow.serve.text import load_text
+from oxplow.serve.workers import WorkerPool
+
+__all__ = ["ServeOptions", "open_service", "run_server"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Say what to serve, where, and within which limits."""
+
+    engine: EngineSettings
+    names: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    is_inprocess: bool = False
+    template_file: Path | None = None
+    media_domains: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+
+
+async def open_service(options: ServeOptions) -> Service:
+    """Start engine and workers side by side. Raises ConfigError or WeightError."""
+    directory = Path(options.engine.directory)
+    read_model_files(directory)  # a wrong folder is told before anything starts
+    prepare = PrepareSettings(
+        directory=directory,
+        names=options.names,
+        template_file=options.template_file,
+        media_domains=options.media_domains,
+    )
+    text = load_text(directory, options.template_file)
+    workers = WorkerPool(prepare, processes=not options.is_inprocess)
+    engine = EngineClient(_transport(options))
+    starts = (asyncio.ensure_future(engine.start()), asyncio.ensure_future(workers.start()))
+    is_open = False
+    try:
+        await asyncio.gather(*starts)
+        is_open = True
+    finally:
+        if not is_open:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            await engine.abandon()
+            workers.close()
+    metrics = Metrics(lambda: engine.stats)
+    engine.on_restart = metrics.restarts.inc
+    return Service(
+        engine=engine,
+        workers=workers,
+        text=text,
+        prepare=prepare,
+        limits=options.limits,
+        metrics=metrics,
+        started_at=int(time.time()),
+    )
+
+
+async def run_server(options: ServeOptions, on_ready: Callable[[Service, str], None]) -> None:
+    """Serve until a signal comes; `on_ready` gets the service and its address."""
+    listener = _listen(options)
+    loop = asyncio.get_running_loop()
+    leave, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if leave.is_set() else leave).set()
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, on_signal)
+    opening = asyncio.ensure_future(open_service(options))
+    leaving = asyncio.ensure_future(leave.wait())
+    await asyncio.wait({opening, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    if not opening.done():
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        listener.close()
+        return
+    service = opening.result()
+    config = uvicorn.Config(
+        build_app(service),
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+        server_header=False,
+    )
+    server = _Server(config)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    on_ready(service, _address(listener, options.host))
+    await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    await _take_down(service, hurry)
+    server.should_exit = True
+    await serving
+
+
+async def _take_down(service: Service, hurry: asyncio.Event) -> None:
+    """Let answers finish within the grace time; a second signal ends the waiting."""
+    service.is_leaving = True
+    log.info("leaving; %s requests may finish", service.engine.num_open)
+    drain = asyncio.ensure_future(
+        service.engine.drain(service.limits.grace_s, service.until_answered)
+    )
+    second = asyncio.ensure_future(hurry.wait())
+    await asyncio.wait({drain, second}, return_when=asyncio.FIRST_COMPLETED)
+    if not drain.done():
+        drain.cancel()
+        await asyncio.gather(drain, return_exceptions=True)
+        await service.engine.drain(0.0, service.until_answered)
+    second.cancel()
+    service.workers.close()
+
+
+def _transport(options: ServeOptions) -> Transport:
+    settings = options.engine
+    if not options.is_inprocess:
+        return ProcessTransport(settings)
+
+    def build() -> Core:
+        from importlib import import_module
+
+        module, _, name = settings.factory.partition(":")
+        core: Core = getattr(import_module(module), name)(settings)
+        return core
+
+    return ThreadTransport(build)
+
+
+def _listen(options: ServeOptions) -> socket.socket:
+    """Take the address. Raises ConfigError where it is taken, or open to others without a key."""
+    if not _is_loopback(options.host) and options.limits.api_key is None:
+        raise ConfigError(
+            "an address that others can reach asks for a key",
+            got=options.host,
+            wanted="--api-key KEY, or --host 127.0.0.1",
+        )
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+        # The address is ours from here on, not only after the model was read.
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            "the address cannot be used",
+            got=f"{options.host}:{options.port}, {error.strerror}",
+            wanted="a free one: --port PORT",
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def _address(listener: socket.socket, host: str) -> str:
+    port = listener.getsockname()[1]
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that leaves signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
