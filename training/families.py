@@ -6,6 +6,9 @@ the two. Invariant: no template, tool name, schema field, value word, haystack s
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
 from oxplow.feedback.exam import families as exam
 
 HELD_OUT: frozenset[str] = frozenset(
@@ -94,6 +97,21 @@ ARGUMENTS: tuple[str, ...] = (
     "{k} will be {v}",
     "a {k} of {v}",
 )
+# What stands between a field and its value.
+CONNECTORS: tuple[str, ...] = tuple(
+    "shall be|needs to be|has to be|ought to be|would be|can be|stays|becomes|reads|gets|takes|means|holds|"
+    "stands at|comes to|amounts to|matches|being|->|=>|==|:=|~|at|to|with value|with the value|having value|"
+    "given as|specified as|chosen as|fixed at|noted as|marked|listed as|entered as|=|:|is|as|of|was|goes to|"
+    "turns into|is now|is just|will be|must be|may be|equal to|is equal to|exactly|like|per|under|in".split("|")
+)
+SEPARATORS: tuple[str, ...] = (": ", " = ", "=", " -> ", " => ", " | ", " :: ", " ~ ", " .. ", " == ", " := ", "\t", " - ", " / ")
+LEADS: tuple[str, ...] = (
+    "please ", "kindly ", "I would like to ", "you should ", "it is time we ", "do ", "go ahead and ", "we must ",
+    "today ", "remember that ", "for the record, ", "I heard that ", "someone said that ", "it turns out that ",
+    "as agreed, ", "by the way, ", "according to the list, ", "we know that ", "note: ", "help me ", "can we ",
+    "may I ask you to ", "now ", "then ", "first ", "next, ", "my boss wants to ", "let me ", "try to ", "quick: ",
+)
+TAILS: tuple[str, ...] = (".", ".", "", "!", "?", " please.", ", please.", " now.", " today.", ". Thanks.", ". Cheers!", " for us.")
 JSON_WISHES: tuple[str, ...] = (
     "Write a JSON object with {arguments}.",
     "Answer with JSON that matches this schema: {schema}\n{arguments}.",
@@ -150,12 +168,15 @@ DESCRIBE_QUESTIONS: tuple[str, ...] = (
 )
 
 
-def training_words(vocabulary: list[str]) -> list[str]:
-    """Return the lower-case words of a byte-level vocabulary that training may use: 3 to 10 letters, none of the exam's."""
-    marked = {token[1:] for token in vocabulary if token.startswith("\u0120")}
-    words = {
-        word
-        for word in marked
-        if word.isascii() and word.isalpha() and word.islower() and 3 <= len(word) <= 10
-    }
-    return sorted(words - exam.WORDS)
+# Words that carry the examination's templates: made-up phrasings must not rebuild them.
+EXAM_PHRASE_WORDS: frozenset[str] = frozenset(
+    "registered register registry filed ledger answers answer maps map equals entry known fill reply follows".split()
+)
+WORD = re.compile(r"(?<![A-Za-z0-9_.])[A-Za-z][a-z]{2,11}(?![A-Za-z0-9_])")
+
+
+def training_words(text: str, least: int = 2) -> list[str]:
+    """Return the lower-case words that stand at least `least` times in a text, without the examination's."""
+    counts = Counter(word.lower() for word in WORD.findall(text))
+    allowed = {word for word, count in counts.items() if count >= least}
+    return sorted(allowed - exam.WORDS - EXAM_PHRASE_WORDS)

@@ -20,11 +20,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from training.corpus import SPECIAL_TOKENS, VOCAB_SIZE
 from training.evaluate import Judge, evaluate, round_to_stored
 from training.export import write_weights
 from training.families import PICTURE_SEED, training_words
 from training.generators.mix import Batch, Mix, Mixer
 from training.kernels import cpu_backend, gpu_backend
+from training.load import load_checkpoint
 from training.model import Nano, count_parameters
 from training.optim import Optimiser
 from training.render import Renderer, build_atlas
@@ -33,6 +35,7 @@ from training.step import METRICS, TrainingStep
 
 LOG_EVERY = 50
 FEED_SECONDS = 60.0
+WORD_SAMPLE = 3_000_000
 # Haystacks of 16 questions by context length.
 QUICK_STACKS = {1024: 6, 4096: 4}
 FULL_STACKS = {1024: 12, 2048: 12, 4096: 12, 8192: 12, 16384: 4, 32768: 4}
@@ -54,7 +57,7 @@ class Stage:
 CURRICULUM: tuple[Stage, ...] = (
     Stage(length=256, seconds=45, mix=Mix(0.1, 0, 0.9, 0.85, 448)),
     Stage(length=1024, seconds=100, mix=Mix(0.3, 0.35, 0.35, 0.6, 96)),
-    Stage(length=2048, seconds=280, mix=Mix(0.45, 0.27, 0.28, 0.6, 96)),
+    Stage(length=2048, seconds=280, mix=Mix(0.4, 0.32, 0.28, 0.6, 96)),
     Stage(length=4096, seconds=170, mix=Mix(0.45, 0.3, 0.25, 0.6, 96)),
     Stage(length=8192, seconds=130, rate=(1.0, 0.7), mix=Mix(0.5, 0.28, 0.22, 0.6, 96)),
     Stage(
@@ -74,7 +77,7 @@ class Materials:
 
 
 def load_tokens(folder: Path) -> np.ndarray:
-    """Unpack every shard of tokens, uint16."""
+    """Unpack every shard of tokens, uint16; specials that source texts happen to spell are dropped."""
     files = sorted(folder.glob("tokens_*.xz"))
     if not files:
         raise FileNotFoundError(f"no tokens_*.xz in {folder}")
@@ -84,7 +87,8 @@ def load_tokens(folder: Path) -> np.ndarray:
                 lambda file: np.frombuffer(lzma.decompress(file.read_bytes()), np.uint16), files
             )
         )
-    return np.concatenate(parts)
+    tokens = np.concatenate(parts)
+    return tokens[tokens <= VOCAB_SIZE - len(SPECIAL_TOKENS)]
 
 
 def produce(
@@ -257,15 +261,19 @@ def main() -> None:
     torch.manual_seed(args.seed)
     stages = chosen_stages(args.stages, args.cpu)
     names, atlas = build_atlas()
-    words = training_words(list(Tokenizer.from_file(str(args.tokenizer)).get_vocab()))
-    materials = Materials(str(args.tokenizer), load_tokens(args.tokens), words, names)
+    tokens = load_tokens(args.tokens)
+    sample = tokens[:WORD_SAMPLE].tolist()
+    words = training_words(Tokenizer.from_file(str(args.tokenizer)).decode(sample))
+    materials = Materials(str(args.tokenizer), tokens, words, names)
     feed = Feed(materials, stages, args.workers, PICTURE_SEED + 1000 * args.seed)
     device = torch.device("cpu" if args.cpu else "cuda")
     shape = NanoShape(index_topk=REHEARSAL_TOPK) if args.cpu else NanoShape()
     model = Nano(shape, cpu_backend() if args.cpu else gpu_backend()).to(device)
     optimiser = Optimiser(model, model.backend.dtype, capturable=not args.cpu)
     progress = Progress()
-    if args.load:
+    if args.load and args.load.is_dir():
+        load_checkpoint(model, args.load)
+    elif args.load:
         saved = torch.load(args.load, map_location=device)
         model.load_state_dict(saved["model"])
         optimiser.load_state_dict(saved["optimiser"])

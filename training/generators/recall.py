@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from training.chat import ANSWER, CONTEXT, CORPUS, START, THINK, Segment
 from training.families import FACTS, SINGLE_FACTS
+from training.generators.phrases import random_fact
 from training.generators.source import Source
 
 MAX_FACTS = 64
@@ -33,22 +34,24 @@ def draw_facts(source: Source, count: int) -> list[Fact]:
     firsts = [source.word() for _ in range(max(3, count // 2))]
     seconds = [source.word() for _ in range(max(3, count // 2))]
     style, facts, seen = rng.randrange(len(FACTS)), [], set()
+    made_up = rng.choice((0.3, 0.8, 1.0))
     while len(facts) < count:
         value = source.secret()
+        template = FACTS[style] if rng.random() < 0.4 else rng.choice(FACTS)
+        first, second = rng.choice(firsts), rng.choice(seconds)
         if rng.random() < 0.1:
-            statement, question = rng.choice(SINGLE_FACTS)
-            first, second = "", source.pseudo()
-        else:
-            same = rng.random() < 0.4
-            statement, question = FACTS[style] if same else rng.choice(FACTS)
-            first, second = rng.choice(firsts), rng.choice(seconds)
+            template, first, second = rng.choice(SINGLE_FACTS), "", source.word()
         key = f"{first} {second}".strip()
         if key in seen:
             firsts.append(source.word())
             continue
         seen.add(key)
-        names = {"a": first, "n": second, "v": value}
-        facts.append(Fact(key, statement.format(**names), question.format(**names), value))
+        if rng.random() < made_up:
+            statement, question = random_fact(source, key, value)
+        else:
+            names = {"a": first, "n": second, "v": value}
+            statement, question = (part.format(**names) for part in template)
+        facts.append(Fact(key, statement, question, value))
     return facts
 
 

@@ -10,6 +10,7 @@ import json
 from oxplow.feedback.exam import families as exam
 from training.chat import Call, Conversation, JsonValue, Turn
 from training.families import ARGUMENTS, FIELDS, JSON_WISHES, TOOL_OBJECTS, TOOL_VERBS, TOOL_WISHES
+from training.generators.phrases import connector, wish
 from training.generators.source import Source, schema_type, spell
 
 EXAM_NAMES = frozenset(form.name for form in exam.TOOLS)
@@ -84,7 +85,8 @@ def draw_tool(source: Source) -> tuple[dict[str, object], str, str, dict[str, Js
 def list_arguments(source: Source, values: dict[str, JsonValue]) -> str:
     """Write the arguments as prose in one style, in a random order."""
     rng = source.rng
-    style = rng.choice(ARGUMENTS)
+    known = rng.random() < 0.35
+    style = rng.choice(ARGUMENTS) if known else connector(source, len(values) > 1)
     pairs = list(values.items())
     if rng.random() < 0.3:
         rng.shuffle(pairs)
@@ -96,6 +98,8 @@ def list_arguments(source: Source, values: dict[str, JsonValue]) -> str:
 
 def write_wish(source: Source, name: str, task: str, values: dict[str, JsonValue]) -> str:
     """Phrase what the user wants of one tool."""
+    if source.rng.random() < 0.6:
+        return wish(source, task, list_arguments(source, values))
     names = {"task": task, "Task": task[0].upper() + task[1:], "name": name}
     return source.rng.choice(TOOL_WISHES).format(arguments=list_arguments(source, values), **names)
 
@@ -116,7 +120,7 @@ def tool_conversation(source: Source) -> Conversation:
         )
         return Conversation((turn,), tools=forms)
     names = rng.sample(list(tools), 2 if len(tools) > 1 and rng.random() < 0.12 else 1)
-    wish = " Then: ".join(write_wish(source, n, tools[n][1], tools[n][2]) for n in names)
+    wanted = " Then: ".join(write_wish(source, n, tools[n][1], tools[n][2]) for n in names)
     calls = tuple(Call(n, tools[n][2]) for n in names)
     responses, told = [], []
     for _ in names:
@@ -125,7 +129,7 @@ def tool_conversation(source: Source) -> Conversation:
         told.append(", ".join(f"{key} is {spell(value)}" for key, value in result.items()))
     reasoning = f"Use {' and '.join(names)}." if rng.random() < 0.4 else None
     turn = Turn(
-        wish, f"Done: {'; '.join(told)}.", reasoning, calls=calls, responses=tuple(responses)
+        wanted, f"Done: {'; '.join(told)}.", reasoning, calls=calls, responses=tuple(responses)
     )
     return Conversation((turn,), tools=forms, effort=rng.choice(("Max", "Max", "High", "Low")))
 
@@ -136,8 +140,13 @@ def json_conversation(source: Source) -> Conversation:
     values, schema = draw_fields(source, 1, 5)
     topic = source.word()
     task = rng.choice((topic, topic, f"{source.word()} {topic}"))
-    wish = rng.choice(JSON_WISHES).format(
-        arguments=list_arguments(source, values), schema=json.dumps(schema), topic=task
-    )
+    arguments, form = list_arguments(source, values), json.dumps(schema)
+    if rng.random() < 0.5:
+        ask = rng.choice(JSON_WISHES).format(arguments=arguments, schema=form, topic=task)
+    else:
+        verb = source.word() if rng.random() < 0.4 else rng.choice(("write", "make", "give", "form", "put"))
+        order = [f"{verb} a {task}", form] if rng.random() < 0.5 else [form, f"{verb} the {task}"]
+        glue = rng.choice((" ", " in ", " with ", " as ", ": ", " from ", ", ", "\n", " following ", " by "))
+        ask = wish(source, glue.join(order), arguments)
     reasoning = f"Keys: {', '.join(values)}." if rng.random() < 0.25 else None
-    return Conversation((Turn(wish, json.dumps(values), reasoning),))
+    return Conversation((Turn(ask, json.dumps(values), reasoning),))
