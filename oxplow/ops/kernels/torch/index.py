@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from oxplow.ops.kernels.torch.invariant import row_invariance
 from oxplow.ops.kernels.torch.paged import (
     ALIGN,
     Lane,
@@ -330,6 +331,7 @@ KERNELS = (
         op="index_select",
         name="torch-invariant",
         run=index_select_invariant,
+        supports=row_invariance,
         invariant=True,
         rank=-1,
     ),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from oxplow.ops.kernels.torch.invariant import row_invariance
 from oxplow.ops.kernels.torch.paged import (
     ALIGN,
     Lane,
@@ -338,6 +339,7 @@ KERNELS = (
         op="sparse_mla_prefill",
         name="torch-invariant",
         run=sparse_mla_prefill_invariant,
+        supports=row_invariance,
         invariant=True,
         rank=-1,
     ),
@@ -346,11 +348,17 @@ KERNELS = (
         op="sparse_mla_decode",
         name="torch-invariant",
         run=sparse_mla_decode_invariant,
+        supports=row_invariance,
         invariant=True,
         rank=-1,
     ),
     Kernel(op="dense_mla", name="torch", run=dense_mla),
     Kernel(
-        op="dense_mla", name="torch-invariant", run=dense_mla_invariant, invariant=True, rank=-1
+        op="dense_mla",
+        name="torch-invariant",
+        run=dense_mla_invariant,
+        supports=row_invariance,
+        invariant=True,
+        rank=-1,
     ),
 )
