@@ -28,6 +28,7 @@ from oxplow.ops.kernels.torch.paged import (
     round_up,
     rows_to_sequences,
     survivors,
+    tiling,
 )
 from oxplow.ops.table import Kernel
 
@@ -205,7 +206,7 @@ def _select(
     *,
     fixed: bool,
 ) -> Tensor:
-    T, width = len(query), top_pools * P + P - 1
+    T, width, PB = len(query), top_pools * P + P - 1, pool_cache.shape[1]
     begins, cached = read_lengths(cu_seqlens, computed_tokens)
     # one spare row takes what padded lanes write
     chosen = torch.empty(T + 1, width, device=query.device, dtype=torch.int32)
@@ -217,7 +218,14 @@ def _select(
     parts = [(_FIXED_LANE, spans)] if fixed and spans else lane_widths(spans, _LANE)
     for lane_width, part in parts:
         lanes = cut_lanes(part, lane_width)
-        tile, per_group = _tiling(query, pool_cache.shape[1], lane_width, len(lanes), width, fixed)
+        if fixed:
+            tile, per_group = fixed_blocks(PB, _FIXED_POOLS) * PB, 1
+        else:
+            budget = SCORE_ELEMENTS if counting_is_free(query) else 32 * SCORE_ELEMENTS
+            per_pool = max(lane_width * query.shape[1], query.shape[2])
+            pools = min(_POOLS, lanes[0].reach // P)
+            tile, per_group = tiling(budget, len(lanes), per_pool, pools, lane_width * width)
+            tile = max(PB, tile // PB * PB)
         for group in group_lanes(lanes, lane_width, per_group, T, query.device):
             best = _best_pools(
                 query, head_weights, pool_cache, block_table, group, top_pools, P, tile, fixed
@@ -236,19 +244,6 @@ def _sparse_spans(begins: list[int], cached: list[int], first_sparse: int) -> li
         if count > 0:
             spans.append(Lane(i, begins[i] + skip, known + skip, count))
     return spans
-
-
-def _tiling(
-    query: Tensor, PB: int, lane_width: int, lanes: int, width: int, fixed: bool
-) -> tuple[int, int]:
-    """Return (pools per tile, lanes per group); a tile is whole blocks."""
-    if fixed:
-        return fixed_blocks(PB, _FIXED_POOLS) * PB, 1
-    Hi, Di = query.shape[1:]
-    budget = SCORE_ELEMENTS if counting_is_free(query) else 32 * SCORE_ELEMENTS
-    per_pool = max(lane_width * Hi, Di)
-    per_group = min(lanes, max(1, budget // max(per_pool * _POOLS, lane_width * width)))
-    return max(_POOLS, budget // (per_pool * per_group), PB) // PB * PB, per_group
 
 
 def _positions(computed_tokens: Tensor, cu_seqlens: Tensor, T: int) -> Tensor:

@@ -29,6 +29,7 @@ from oxplow.ops.kernels.torch.paged import (
     round_up,
     rows_to_sequences,
     survivors,
+    tiling,
 )
 from oxplow.ops.table import Kernel
 
@@ -262,17 +263,16 @@ def _dense(
     parts = [(_FIXED_ROWS, spans)] if fixed and spans else lane_widths(spans, _LANE)
     for lane_width, part in parts:
         lanes = cut_lanes(part, lane_width)
-        per_key = max(lane_width * H, width)
         if fixed:
             tile, per_group = fixed_blocks(block_size, _FIXED_KEYS) * block_size, 1
         else:
-            per_group = min(len(lanes), max(1, _budget(query) // (per_key * _KEYS)))
-            tile = _budget(query) // (per_key * per_group) // block_size * block_size
+            per_key, keys = max(lane_width * H, width), min(_KEYS, lanes[0].reach)
+            per_lane = lane_width * H * width
+            tile, per_group = tiling(_budget(query), len(lanes), per_key, keys, per_lane)
+            tile = max(block_size, tile // block_size * block_size)
         for group in group_lanes(lanes, lane_width, per_group, T, query.device):
             q = _absorbed(group.take(query), w_uk.shape[1:], up_k)
-            z = _attend_all(
-                q, up_v.shape[1], cache, block_table, group, max(tile, block_size), fixed
-            )
+            z = _attend_all(q, up_v.shape[1], cache, block_table, group, tile, fixed)
             o = torch.bmm(z.transpose(0, 1), up_v).transpose(0, 1)[:, :, : out.shape[2]]
             out.index_copy_(0, group.rows.flatten(), o.to(out.dtype))
     return out[:T]

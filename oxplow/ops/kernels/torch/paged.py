@@ -126,6 +126,18 @@ def cut_lanes(spans: Iterable[Lane], width: int) -> list[Lane]:
     return sorted(lanes, key=lambda lane: lane.reach, reverse=True)
 
 
+def tiling(
+    budget: int, lanes: int, per_row: int, fewest: int, per_lane: int = 0
+) -> tuple[int, int]:
+    """Return (rows of memory per tile, lanes per group) that keep temporaries within `budget`.
+
+    A temporary has `per_row` elements per lane and row, or `per_lane` elements per lane. Tiles have
+    `fewest` rows at least, even where that breaks the budget for a single lane.
+    """
+    group = min(lanes, max(1, budget // max(per_row * fewest, per_lane)))
+    return max(fewest, budget // (per_row * group)), group
+
+
 def group_lanes(
     lanes: list[Lane], width: int, per_group: int, num_rows: int, device: torch.device
 ) -> Iterator[LaneGroup]:
