@@ -57,7 +57,8 @@ def _counted(contract: OpContract, run: Callable[..., Any], tally: Tally) -> Cal
     order = (*contract.inputs, *contract.scalars)
 
     def counted(*positional: Any, **named: Any) -> Any:
-        tally.add(contract.name, contract.cost(dict(zip(order, positional, strict=False)) | named))
-        return run(*positional, **named)
+        args = dict(zip(order, positional, strict=False)) | named
+        tally.add(contract.name, contract.cost(args))
+        return run(**args)
 
     return counted

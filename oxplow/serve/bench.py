@@ -34,8 +34,8 @@ from oxplow.ops.table import OpTable
 
 __all__ = [
     "BenchPlan",
-    "Subject",
     "OurEngine",
+    "Subject",
     "TransformersPeer",
     "machine_record",
     "run_bench",

@@ -17,7 +17,9 @@ PAGES = sorted(
 )
 IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-COMMANDS = {command.name for command in cli.app.registered_commands}
+COMMANDS = {command.name for command in cli.app.registered_commands} | {
+    group.name for group in cli.app.registered_groups
+}
 
 
 def missing_paths(text: str, root: Path) -> list[str]:

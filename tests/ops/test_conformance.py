@@ -49,18 +49,17 @@ def _conform(
     if not support.ok:
         pytest.skip(support.reason)
     contract = CONTRACTS[kernel.op]
-    for seed in (0, 1):
-        finding = examine(
-            contract,
-            kernel.name,
-            kernel.run,
-            contract.case(case),
-            dtype=dtype,
-            weight=weight,
-            device=device,
-            seed=seed,
-        )
-        assert finding.ok, str(finding)
+    # one call: the examination draws a second set of values itself
+    finding = examine(
+        contract,
+        kernel.name,
+        kernel.run,
+        contract.case(case),
+        dtype=dtype,
+        weight=weight,
+        device=device,
+    )
+    assert finding.ok, str(finding)
 
 
 @pytest.mark.parametrize(("kernel", "case", "dtypes"), _crossed())
@@ -71,7 +70,9 @@ def test_kernel_conforms_to_its_contract(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kernel", "case", "dtypes"), _crossed())
+@pytest.mark.parametrize(
+    ("kernel", "case", "dtypes"), _crossed() if torch.accelerator.is_available() else []
+)
 def test_kernel_conforms_on_the_accelerator(
     kernel: Kernel, case: str, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:

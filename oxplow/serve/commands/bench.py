@@ -7,6 +7,7 @@ Invariant: the last line of `--json` is one object that names figures, machine, 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,6 +48,34 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="bench")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """One call's flags; `new_tokens` 0 times the prefill."""
+
+    kind: str
+    model: str
+    weights: str
+    threads: int
+    peer: str | None
+    prompt_tokens: int
+    new_tokens: int
+    pairs: int
+    append: Path | None
+    as_json: bool
+
+    @property
+    def command(self) -> str:
+        """The command line that repeats this run."""
+        lengths = f"--tokens {self.prompt_tokens}"
+        if self.new_tokens:
+            lengths = f"--context {self.prompt_tokens} --tokens {self.new_tokens}"
+        peer = f" --peer {self.peer}" if self.peer else ""
+        return (
+            f"oxplow bench {self.kind} --model {self.model} --weights {self.weights}"
+            f" --threads {self.threads} {lengths} --pairs {self.pairs}{peer}"
+        )
+
+
 def _decode(
     model: Model = "nano",
     weights: Weights = "stored",
@@ -59,11 +88,20 @@ def _decode(
     as_json: AsJson = False,
 ) -> None:
     """Time greedy decoding of one request: tokens per second, share of the byte floor."""
-    command = f"oxplow bench decode --model {model} --weights {weights} --threads {threads}"
-    command += f" --context {context} --tokens {tokens} --pairs {pairs}" + (
-        f" --peer {peer}" if peer else ""
+    _run(
+        _Asked(
+            kind="decode",
+            model=model,
+            weights=weights,
+            threads=threads,
+            peer=peer,
+            prompt_tokens=context,
+            new_tokens=tokens,
+            pairs=pairs,
+            append=append,
+            as_json=as_json,
+        )
     )
-    _run(command, model, weights, threads, peer, context, tokens, pairs, append, as_json)
 
 
 def _prefill(
@@ -77,50 +115,50 @@ def _prefill(
     as_json: AsJson = False,
 ) -> None:
     """Time the prefill of one prompt from empty caches; prints prompt tokens per second."""
-    command = f"oxplow bench prefill --model {model} --weights {weights} --threads {threads}"
-    command += f" --tokens {tokens} --pairs {pairs}" + (f" --peer {peer}" if peer else "")
-    _run(command, model, weights, threads, peer, tokens, 0, pairs, append, as_json)
+    _run(
+        _Asked(
+            kind="prefill",
+            model=model,
+            weights=weights,
+            threads=threads,
+            peer=peer,
+            prompt_tokens=tokens,
+            new_tokens=0,
+            pairs=pairs,
+            append=append,
+            as_json=as_json,
+        )
+    )
 
 
-def _run(
-    command: str,
-    model: str,
-    weights: str,
-    threads: int,
-    peer: str | None,
-    context: int,
-    tokens: int,
-    pairs: int,
-    append: Path | None,
-    as_json: bool,
-) -> None:
+def _run(asked: _Asked) -> None:
     import torch
 
     from oxplow.serve import bench
 
-    if peer not in (None, "transformers"):
-        raise ConfigError("unknown peer", got=peer, wanted="transformers")
-    torch.set_num_threads(threads)
-    directory, ops, dtype = _directory(model), _table(), _weight_dtype(weights)
-    plan = bench.BenchPlan(prompt_tokens=context, new_tokens=tokens, pairs=pairs)
-    ours = bench.OurEngine(directory, ops, dtype, context + max(tokens, 64) + 64)
-    other = bench.TransformersPeer(directory, ops.facts.device) if peer else None
-    record: dict[str, Any] = {"command": command, "model": model, "weights": weights}
-    record |= bench.run_bench(plan, ours, other) | bench.machine_record(ops, threads)
-    if tokens:
-        floor = bench.step_floor(directory, ops, dtype, context)
-        record |= {
-            "floor_bytes": floor.bytes,
-            "floor_share": floor.bytes / record["bandwidth_bytes_s"] * record["ours_tok_s"],
-        }
-    if append is not None:
-        with append.open("a", encoding="utf-8") as file:
+    if asked.peer not in (None, "transformers"):
+        raise ConfigError("unknown peer", got=asked.peer, wanted="transformers")
+    torch.set_num_threads(asked.threads)
+    directory, ops, dtype = _directory(asked.model), _table(), _weight_dtype(asked.weights)
+    plan = bench.BenchPlan(
+        prompt_tokens=asked.prompt_tokens, new_tokens=asked.new_tokens, pairs=asked.pairs
+    )
+    ours = bench.OurEngine(
+        directory, ops, dtype, asked.prompt_tokens + max(asked.new_tokens, 64) + 64
+    )
+    peer = bench.TransformersPeer(directory, ops.facts.device) if asked.peer else None
+    record: dict[str, Any] = {"command": asked.command, "model": asked.model}
+    record |= {"weights": asked.weights} | bench.run_bench(plan, ours, peer)
+    record |= bench.machine_record(ops, asked.threads)
+    if asked.new_tokens:
+        floor = bench.step_floor(directory, ops, dtype, asked.prompt_tokens)
+        seconds = floor.bytes / record["bandwidth_bytes_s"]
+        record |= {"floor_bytes": floor.bytes, "floor_share": seconds * record["ours_tok_s"]}
+    if asked.append is not None:
+        with asked.append.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-    rows = [
-        (key, f"{value:.4g}" if isinstance(value, float) else value)
-        for key, value in record.items()
-    ]
-    report(("figure", "value"), rows, title=command, record=record, as_json=as_json)
+    rows = [(k, f"{v:.4g}" if isinstance(v, float) else v) for k, v in record.items()]
+    report(("figure", "value"), rows, title=asked.command, record=record, as_json=asked.as_json)
 
 
 def _directory(model: str) -> Path:
