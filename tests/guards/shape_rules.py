@@ -51,7 +51,7 @@ def parameter_count(sources: list[Source]) -> list[str]:
 
 
 def _is_command(source: Source, node: FunctionNode) -> bool:
-    """Tell whether a function's parameters are flags: each has a typer annotation with a default."""
+    """Tell whether a function's parameters are flags: in a command's module, with defaults."""
     args = [*node.args.args, *node.args.kwonlyargs]
     defaults = len(node.args.defaults) + len(node.args.kw_defaults)
     return "serve/commands/" in source.shown and 0 < len(args) <= defaults + 1
