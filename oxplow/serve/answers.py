@@ -196,10 +196,10 @@ class AnswerReader:
             return
         parser = choice.parser
         if parser is not None:
-            if choice.lexer is not None and self._take_pieces(choice, choice.lexer.finish()):
-                return
-            for event in parser.finish(is_cut=reason != "stop"):
-                self._tell(choice, event)
+            held = [] if choice.lexer is None else choice.lexer.finish()
+            for event in parser.finish(is_cut=reason != "stop", held=held):
+                if self._tell(choice, event):
+                    return
             self.num_dropped_calls += parser.num_dropped
             if parser.num_calls and reason == "stop":
                 reason = "tool_calls"

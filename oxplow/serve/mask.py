@@ -7,6 +7,8 @@ grammar that does not compile, or outgrows its limits, is a RequestError.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +19,15 @@ from oxplow.errors import RequestError
 __all__ = ["GrammarMask", "MaskFactory", "grammar_fault"]
 
 
+log = logging.getLogger(__name__)
+
+
 class GrammarMask:
-    """The position of one answer in its grammar; follows the engine's `TokenMask`."""
+    """The position of one answer in its grammar; follows the engine's `TokenMask`.
+
+    Where llguidance gives up in the middle of an answer (its limits of work in one step), the
+    answer ends there and the log says why.
+    """
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
@@ -29,11 +38,12 @@ class GrammarMask:
 
     def advance(self, token_id: int) -> None:
         """Take an emitted token in."""
-        self._matcher.consume_token(token_id)
+        if not self._matcher.consume_token(token_id):
+            log.warning("an enforced answer ends early: %s", _first_line(self._matcher.get_error()))
 
     def is_complete(self) -> bool:
         """Tell whether nothing may follow but an end token."""
-        return bool(self._matcher.is_stopped())
+        return bool(self._matcher.is_stopped() or self._matcher.is_error())
 
     def copy(self) -> GrammarMask:
         """Return an independent mask at the same position."""
@@ -52,7 +62,7 @@ class MaskFactory:
         """Compile a grammar. Raises RequestError with llguidance's reason."""
         if self._tokenizer is None:
             self._tokenizer = llguidance.LLTokenizer(
-                self._path.read_text(encoding="utf-8"),
+                _without_control_text(self._path.read_text(encoding="utf-8")),
                 n_vocab=self._vocab_size,
                 eos_token=self._eos or None,
             )
@@ -65,6 +75,19 @@ class MaskFactory:
                 code="invalid_grammar",
             )
         return GrammarMask(matcher)
+
+
+def _without_control_text(tokenizer: str) -> str:
+    """Return the tokenizer with added tokens that no text can spell.
+
+    llguidance turns text that must come next into tokens, control tokens too, where a schema's own
+    text spells one; grammars name control tokens by id, so their text is not needed.
+    """
+    content = json.loads(tokenizer)
+    for token in content.get("added_tokens") or []:
+        token["content"] = f"\ue0f1{token['id']}\ue0f1"
+        token["special"] = True
+    return json.dumps(content)
 
 
 def grammar_fault(grammar: str) -> str:

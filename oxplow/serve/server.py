@@ -13,12 +13,15 @@ import ipaddress
 import logging
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httptools
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from oxplow.errors import ConfigError
 from oxplow.serve.api.app import build_app
@@ -34,7 +37,7 @@ from oxplow.serve.prepare.prepared import PrepareSettings
 from oxplow.serve.text import load_text
 from oxplow.serve.workers import WorkerPool
 
-__all__ = ["ServeOptions", "open_service", "run_server"]
+__all__ = ["ServeOptions", "http_server", "open_service", "run_server"]
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +94,20 @@ async def open_service(options: ServeOptions) -> Service:
     )
 
 
+def http_server(service: Service) -> uvicorn.Server:
+    """Return the HTTP server of a started service; it leaves signals alone."""
+    config = uvicorn.Config(
+        build_app(service),
+        http=_Protocol,
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+        server_header=False,
+    )
+    return _Server(config)
+
+
 async def run_server(options: ServeOptions, on_ready: Callable[[Service, str], None]) -> None:
     """Serve until a signal comes; `on_ready` gets the service and its address."""
     listener = _listen(options)
@@ -111,15 +128,7 @@ async def run_server(options: ServeOptions, on_ready: Callable[[Service, str], N
         listener.close()
         return
     service = opening.result()
-    config = uvicorn.Config(
-        build_app(service),
-        log_config=None,
-        access_log=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=5,
-        server_header=False,
-    )
-    server = _Server(config)
+    server = http_server(service)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     on_ready(service, _address(listener, options.host))
     await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -207,3 +216,21 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Capture none."""
         yield
+
+
+class _Protocol(HttpToolsProtocol):
+    """An HTTP connection that tells an unknown method from a broken request."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what the parser refused; called while its error is handled."""
+        if not isinstance(sys.exception(), httptools.HttpParserInvalidMethodError):
+            super().send_400_response(msg)
+            return
+        body = b'{"error":{"message":"Method Not Allowed","type":"invalid_request_error",'
+        body += b'"param":null,"code":"method_not_allowed"}}'
+        head = (
+            "HTTP/1.1 405 Method Not Allowed\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()

@@ -13,7 +13,7 @@ dropped. A call to a function that was not declared is dropped and counted.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -108,11 +108,16 @@ class AnswerParser:
             return self._take_text(piece.text)
         return self._take_mark(piece.mark)
 
-    def finish(self, *, is_cut: bool) -> list[AnswerEvent]:
-        """End the answer. A call that is open is completed, unless the answer was cut short."""
-        if is_cut or self._state in (_State.REASONING, _State.CONTENT, _State.SKIPPING):
+    def finish(self, *, is_cut: bool, held: Sequence[Piece] = ()) -> list[AnswerEvent]:
+        """End the answer. A call that is open is completed, unless the answer was cut short.
+
+        `held` is what a lexer withheld: inside a call that was cut, it may be half a mark.
+        """
+        is_outside = self._state in (_State.REASONING, _State.CONTENT, _State.SKIPPING)
+        if is_cut and not is_outside:
             return []  # a name that was cut may be the start of a longer one
-        return self._end_call()
+        events = [event for piece in held for event in self.push(piece)]
+        return events if is_outside else events + self._end_call()
 
     def _take_text(self, text: str) -> list[AnswerEvent]:
         match self._state:

@@ -165,7 +165,8 @@ def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         return []
     if not isinstance(calls, list):
         wanted = "a list"
-        raise _refusal("tool_calls must be a list", type(calls).__name__, wanted, where)
+        name = type(calls).__name__
+        raise _refusal("tool_calls must be a list", name, wanted, f"{where}.tool_calls")
     return [_tool_call(call, f"{where}.tool_calls.{n}") for n, call in enumerate(calls)]
 
 

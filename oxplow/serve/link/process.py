@@ -120,13 +120,11 @@ class ProcessTransport:
             reader = asyncio.create_task(self._read(events, on_event))
             return await self._child.wait()
         finally:
+            # Nothing here waits: a cancelled keeper must still leave nothing behind.
             if self._child is not None and self._child.returncode is None:
                 self._child.kill()
-                await self._child.wait()
             if reader is not None:
-                await asyncio.sleep(0)
                 reader.cancel()
-                await asyncio.gather(reader, return_exceptions=True)
             self._commands.close(linger=0)
             self._commands = None
             events.close(linger=0)
