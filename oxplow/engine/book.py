@@ -85,7 +85,7 @@ class RequestBook:
         """Keep the prompt's log-probabilities; tell once that the prompt is computed."""
         choice = row.choice
         live = self._open[choice.request.request_id]
-        if live.is_prompt_done or choice.index:
+        if live.is_prompt_done:
             return
         if choice.wants_prompt_logprobs:
             first = row.stop - len(drawn) + 1

@@ -289,6 +289,7 @@ class EngineCore:
             failure = self.encoder.failures.get(picture.span.content_hash)
             if failure is not None and not choice.status.is_terminal:
                 self._end(choice, FinishReason.FAILED, failure)
+        self.encoder.failures.clear()
         return done
 
     def _expire(self) -> None:

@@ -45,14 +45,16 @@ class SchedulerOptions:
 class MemoryOptions:
     """How memory is promised, kept and given up.
 
-    `output_share` of a request's allowed answer is reserved at admission; more grows while there
-    is room, else somebody is preempted. `swap_min_tokens`: a preempted request of at least so many
-    computed tokens is copied to the host (below, recomputed), while `swap_bytes` last. Snapshots
-    of long prompts are `snapshot_tokens` apart at first and then `snapshot_ratio` times as deep as
-    the one before; answers keep one every `answer_snapshot_tokens`.
+    `output_share` of a request's allowed answer is reserved at admission, at most
+    `max_reserve_tokens` (an answer without a limit may take the whole context); more grows while
+    there is room, else somebody is preempted. `swap_min_tokens`: a preempted request of at least
+    so many computed tokens is copied to the host (below, recomputed), while `swap_bytes` last.
+    Snapshots of long prompts are `snapshot_tokens` apart at first and then `snapshot_ratio` times
+    as deep as the one before; answers keep one every `answer_snapshot_tokens`.
     """
 
     output_share: float = 0.25
+    max_reserve_tokens: int = 2048
     swap_min_tokens: int = 1024
     swap_bytes: int = 1 << 32
     snapshot_tokens: int = 512
@@ -61,6 +63,8 @@ class MemoryOptions:
 
     def __post_init__(self) -> None:
         _check("output_share", self.output_share, 0 <= self.output_share <= 1, "0 to 1")
+        ok = self.max_reserve_tokens >= 0
+        _check("max_reserve_tokens", self.max_reserve_tokens, ok, "0 or more")
         _check("swap_min_tokens", self.swap_min_tokens, self.swap_min_tokens >= 0, "0 or more")
         _check("swap_bytes", self.swap_bytes, self.swap_bytes >= 0, "0 or more")
         _check("snapshot_tokens", self.snapshot_tokens, self.snapshot_tokens > 0, "1 or more")

@@ -152,8 +152,7 @@ class Scheduler:
         """Schedule up to `given` prompt tokens of a running choice; return how many."""
         stop = self.rules.stop(choice, choice.computed_tokens + given)
         if stop <= choice.computed_tokens:
-            plan.is_blocked_on_pictures |= given > 0
-            return 0
+            return 0  # a picture is not encoded yet
         if not self._make_room(choice, stop, plan):
             return 0
         plan.rows.append(_row(choice, stop))
@@ -198,7 +197,8 @@ class Scheduler:
     def reserve_tokens(self, choice: Choice) -> int:
         """Return for how many tokens an admission promises blocks."""
         known = len(choice.token_ids)
-        return known + int((choice.max_len - 1 - known) * self.memory.output_share)
+        answer = int((choice.max_len - 1 - known) * self.memory.output_share)
+        return known + max(0, min(answer, self.memory.max_reserve_tokens))
 
     def _admit(self, choice: Choice, plan: StepPlan) -> bool:
         """Give a waiting choice its memory; False where there is none yet."""

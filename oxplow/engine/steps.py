@@ -43,7 +43,6 @@ class StepPlan:
     rows: list[Scheduled] = field(default_factory=list)
     preempted: list[Choice] = field(default_factory=list)
     admitted: list[Choice] = field(default_factory=list)
-    is_blocked_on_pictures: bool = False
 
     @property
     def decode_rows(self) -> int:

@@ -84,7 +84,7 @@ def test_events_come_in_order_and_end_once(make: Make) -> None:
 
 
 @settings(
-    max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 @given(before=st.lists(st.integers(0, 12), min_size=4, max_size=4))
 def test_abort_at_any_point_frees_everything_and_harms_nobody(
@@ -196,7 +196,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(
     make: Make, model: HybridModel, swap_min_tokens: int
 ) -> None:
     core = make(
-        blocks=10,
+        blocks=8,
         slots=4,
         snapshots=2,
         memory=MemoryOptions(
@@ -206,22 +206,22 @@ def test_preempted_requests_go_on_with_the_same_tokens(
             answer_snapshot_tokens=BLOCK,
         ),
     )
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
     prompts = {f"{i}": text(50 + i, 30) for i in range(4)}
     for name, prompt in prompts.items():
         core.add(Request(request_id=name, prompt_ids=prompt, params=params))
     events = drain(core)
     assert core.stats().preemptions > 0
     for name, prompt in prompts.items():
-        assert answer(events, name) == alone(model, prompt, 60), name
+        assert answer(events, name) == alone(model, prompt, 36), name
     assert sum(end_of(events, n).num_preemptions for n in prompts) == core.stats().preemptions
-    assert core.stats().prefill_tokens <= 3 * sum(len(p) + 60 for p in prompts.values())
+    assert core.stats().prefill_tokens <= 3 * sum(len(p) + 36 for p in prompts.values())
     assert_all_free(core)
 
 
 def test_swapping_computes_no_token_twice(make: Make) -> None:
-    core = make(blocks=10, slots=4, memory=MemoryOptions(output_share=0.0, swap_min_tokens=1))
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    core = make(blocks=8, slots=4, memory=MemoryOptions(output_share=0.0, swap_min_tokens=1))
+    params = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
     for i in range(4):
         core.add(Request(request_id=f"{i}", prompt_ids=text(50 + i, 30), params=params))
     drain(core)
@@ -233,14 +233,14 @@ def test_without_host_memory_a_preempted_request_is_recomputed(
     make: Make, model: HybridModel
 ) -> None:
     memory = MemoryOptions(output_share=0.0, swap_min_tokens=1, swap_bytes=0)
-    core = make(blocks=10, slots=4, snapshots=0, memory=memory)
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    core = make(blocks=8, slots=4, snapshots=0, memory=memory)
+    params = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
     for i in range(3):
         core.add(Request(request_id=f"{i}", prompt_ids=text(50 + i, 30), params=params))
     events = drain(core)
     assert core.stats().preemptions > 0
     assert core.stats().prefill_tokens > 3 * 30
-    assert answer(events, "2") == alone(model, text(52, 30), 60)
+    assert answer(events, "2") == alone(model, text(52, 30), 36)
 
 
 @pytest.mark.parametrize("length", [980, 991, 992])
@@ -372,3 +372,22 @@ def test_usage_adds_up(make: Make) -> None:
     assert stats.prompt_tokens == 45
     assert stats.answer_tokens == sum(isinstance(e, TokenOut) for e in events) == 24
     assert prompt_of(events, "40").prompt_tokens == 40
+
+
+def test_planned_bytes_are_the_allocated_ones(make: Make) -> None:
+    core = make(blocks=20, slots=3, snapshots=5)
+    assert core.runner.caches.nbytes == core.plan.total_bytes
+
+
+def test_an_answer_without_a_limit_does_not_reserve_the_whole_pool(make: Make) -> None:
+    core = make(
+        blocks=64, slots=4, memory=MemoryOptions(output_share=0.5, max_reserve_tokens=2 * BLOCK)
+    )
+    endless = SamplingParams(temperature=0, ignore_eos=True)
+    for i in range(4):
+        core.add(Request(request_id=f"{i}", prompt_ids=text(i, 8), params=endless))
+    core.step()
+    assert core.stats().running == 4
+    for i in range(4):
+        core.abort(f"{i}")
+    drain(core)

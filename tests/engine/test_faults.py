@@ -75,12 +75,12 @@ def test_a_nan_fails_one_request_and_reaches_nobody(
     assert not new, "nothing that was computed from bad numbers can be found"
     assert_all_free(core)
     assert slot in range(4)
-    for i in range(12):
+    for i in range(8):
         name = f"later {i}"
         prompt = text(200 + i, 10 + 7 * (i % 4))
         core.add(Request(request_id=name, prompt_ids=prompt, params=GREEDY))
     events = drain(core)
-    for i in range(12):
+    for i in range(8):
         prompt = text(200 + i, 10 + 7 * (i % 4))
         assert answer(events, f"later {i}") == alone(model, prompt, 12)
 

@@ -113,8 +113,8 @@ def test_an_edited_middle(make: Make, edit: float) -> None:
 
 
 def test_twenty_turns(make: Make) -> None:
-    core = make(blocks=256, snapshots=8)
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    core = make(blocks=256, snapshots=8, budget=256)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     chat: list[int] = text(1, 50)
     known: list[list[int]] = []
     hits = wanted = 0
@@ -123,7 +123,7 @@ def test_twenty_turns(make: Make) -> None:
         wanted += ideal(chat, known)
         hits += cached
         known.append([*chat, *tokens[:-1]])
-        chat = [*chat, *tokens, *text(100 + turn, 15)]
+        chat = [*chat, *tokens, *text(100 + turn, 29)]
     assert hits >= 0.8 * wanted
 
 
@@ -183,7 +183,7 @@ def test_a_lost_snapshot_is_a_miss_and_never_a_wrong_state(make: Make) -> None:
 def test_many_prompts_through_a_small_pool_stay_right(make: Make, model: object) -> None:
     memory = MemoryOptions(output_share=0.25, snapshot_tokens=BLOCK, answer_snapshot_tokens=BLOCK)
     core = make(blocks=16, slots=3, snapshots=6, memory=memory)
-    prompts = [[*text(i % 3, 40), *text(i % 5, 30)] for i in range(12)]
+    prompts = [[*text(i % 3, 40), *text(i % 5, 30)] for i in range(9)]
     for i, prompt in enumerate(prompts):
         core.add(Request(request_id=f"{i}", prompt_ids=prompt, params=GREEDY))
     events = drain(core)

@@ -128,9 +128,9 @@ def test_penalties(
 
 
 def test_penalties_survive_preemption(make: Make, model: HybridModel) -> None:
-    params = free_run(max_tokens=40, frequency_penalty=1.5, repetition_penalty=1.2)
+    params = free_run(max_tokens=30, frequency_penalty=1.5, repetition_penalty=1.2)
     alone_tokens = [answer(ask(make(), text(60 + i, 30), params), "a") for i in range(3)]
-    core = make(blocks=7, memory=MemoryOptions(output_share=0.0, swap_min_tokens=10**9))
+    core = make(blocks=6, memory=MemoryOptions(output_share=0.0, swap_min_tokens=10**9))
     for i in range(3):
         core.add(Request(request_id=f"{i}", prompt_ids=text(60 + i, 30), params=params))
     events = drain(core)
