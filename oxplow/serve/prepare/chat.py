@@ -77,6 +77,8 @@ class ChatPreparer:
             starts_in_reasoning=prompt.starts_in_reasoning,
             hides_reasoning=fields.flag("include_reasoning") is False,
             skips_special=fields.flag("skip_special_tokens") is not False,
+            # Agents send their usual budget to every model; there it is a ceiling, not a demand.
+            bounds_answer=extra is None,
         )
         ids, pictures = self.encode(prompt.text, conversation)
         work = Work(
