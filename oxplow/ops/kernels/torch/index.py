@@ -32,9 +32,9 @@ from oxplow.ops.kernels.torch.paged import (
 )
 from oxplow.ops.table import Kernel
 
-SCORE_ELEMENTS = 1 << 17
-"""Elements of one temporary of index_select on a CPU (512 KiB of float32: several must share the
-second level cache); 32 times more on an accelerator."""
+SCORE_ELEMENTS = 1 << 18
+"""Elements of one temporary of index_select on a CPU (1 MiB of float32: several must share the
+second level cache); 16 times more on an accelerator."""
 
 _LANE = 32  # most queries of one sequence that share gathered pool keys
 _POOLS = 256  # fewest pools of a tile
@@ -221,7 +221,7 @@ def _select(
         if fixed:
             tile, per_group = fixed_blocks(PB, _FIXED_POOLS) * PB, 1
         else:
-            budget = SCORE_ELEMENTS if counting_is_free(query) else 32 * SCORE_ELEMENTS
+            budget = SCORE_ELEMENTS if counting_is_free(query) else 16 * SCORE_ELEMENTS
             per_pool = max(lane_width * query.shape[1], query.shape[2])
             pools = min(_POOLS, lanes[0].reach // P)
             tile, per_group = tiling(budget, len(lanes), per_pool, pools, lane_width * width)

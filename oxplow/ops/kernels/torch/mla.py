@@ -33,9 +33,9 @@ from oxplow.ops.kernels.torch.paged import (
 )
 from oxplow.ops.table import Kernel
 
-GATHER_ELEMENTS = 1 << 18
-"""Elements of one temporary (1 MiB of float32) on a CPU, where larger ones fall out of the second
-level cache and, several together, out of the allocator's heap; 64 times more on an accelerator."""
+GATHER_ELEMENTS = 1 << 19
+"""Elements of one temporary (2 MiB of float32) on a CPU, where larger ones fall out of the second
+level cache and, several together, out of the allocator's heap; 32 times more on an accelerator."""
 
 _LANE, _KEYS = 32, 128  # dense: most queries of a lane, fewest keys of a tile
 _FIXED_ROWS, _FIXED_KEYS = 4, 128  # shapes of the invariant variants: never depend on the call
@@ -129,6 +129,7 @@ def _sparse(
     for at in range(0, T, tile):
         part = slice(at, at + tile)
         q, picks = query[part], selected[part]
+        owner: Tensor | None
         if fixed and len(q) < tile:  # repeat the last row: its copies are dropped
             rows = torch.arange(at, at + tile, device=q.device).clamp_max_(T - 1)
             q, picks = query[rows], selected[rows]
@@ -146,7 +147,7 @@ def _sparse(
 
 
 def _budget(x: Tensor) -> int:
-    return GATHER_ELEMENTS if counting_is_free(x) else 64 * GATHER_ELEMENTS
+    return GATHER_ELEMENTS if counting_is_free(x) else 32 * GATHER_ELEMENTS
 
 
 def _up(w_uk: Tensor, w_uv: Tensor, width: int, fixed: bool) -> tuple[Tensor, Tensor]:
