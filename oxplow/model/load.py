@@ -48,13 +48,15 @@ class LoadOptions:
     """How to load: cache `block_size` in tokens, `weight_dtype` for plain matrices (None: as
     stored).
 
-    `always_select` runs the indexer even where it would select every token; `with_vision` and
-    `with_draft` False leave these towers out (their tensors are accounted for, not read).
+    `always_select` runs the indexer even where it would select every token; `attend_all` makes
+    sparse layers attend to every earlier token instead, which prices the selection; `with_vision`
+    and `with_draft` False leave these towers out (their tensors are accounted for, not read).
     """
 
     block_size: int = 64
     weight_dtype: torch.dtype | None = None
     always_select: bool = False
+    attend_all: bool = False
     with_vision: bool = True
     with_draft: bool = True
 
@@ -117,6 +119,7 @@ def _take_model(
         block_size=options.block_size,
         dtype=_CACHE_FORMATS[ops.facts.dtype],
         always_select=options.always_select or ops.facts.invariant,
+        attend_all=options.attend_all,
     )
     return HybridModel(
         spec=spec,

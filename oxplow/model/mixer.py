@@ -26,11 +26,13 @@ class MixerOptions:
 
     `block_size` tokens per cache block; `dtype` the name of the activation format that caches take;
     `always_select` runs the indexer even where it selects everything (deterministic mode, probes).
+    `attend_all` makes sparse layers attend to every earlier token: what selection costs in quality.
     """
 
     block_size: int
     dtype: str
     always_select: bool = False
+    attend_all: bool = False
 
 
 class Mixer(Protocol):

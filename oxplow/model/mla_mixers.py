@@ -192,7 +192,7 @@ class SparseMlaMixer:
         for rows in (step.decode, step.prefill):
             if rows is None:
                 continue
-            if rows.max_context <= self.index.dense_limit and not self._options.always_select:
+            if self._attends_all(rows):
                 parts.append(self._mla.attend_all(query, rows, caches))
                 continue
             selected = self.select(low_query, head_weights, rows, caches)
@@ -200,6 +200,11 @@ class SparseMlaMixer:
                 observe("selected", self._layer, selected)
             parts.append(self.attend(query, selected, rows, caches, is_decode=rows is step.decode))
         return self._mla.write(parts)
+
+    def _attends_all(self, rows: Rows) -> bool:
+        """True by option, or where selection would take every token anyway."""
+        is_short = rows.max_context <= self.index.dense_limit
+        return self._options.attend_all or (is_short and not self._options.always_select)
 
     def _write_keys(self, x: Tensor, rows: Rows, caches: LayerCaches) -> Tensor:
         """Complete and store pool keys; return the heads' score weights [T, Hi] in fp32."""

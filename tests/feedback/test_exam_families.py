@@ -23,10 +23,13 @@ from training.generators.phrases import connector, random_fact, wish
 from training.generators.source import Source
 
 _ENGLISH = frozenset(
-    "a an and answer answers are as at be by can could do does field filed find for form from give "
-    "has hold holds how i in is it item json known me my need note now of on or our please read "
-    "reply schema should should state tell thanks that the their there they this to under up use "
-    "was we what which who will with would you your".split()
+    re.findall(
+        r"\w+",
+        """a an and answer answers are as at be by can could do does field filed find for form from
+        give has hold holds how i in is it item json known me my need note now of on or our please
+        read reply schema should state tell thanks that the their there they this to under up use
+        was we what which who will with would you your""",
+    )
 )
 
 
