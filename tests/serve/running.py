@@ -43,6 +43,7 @@ def options(
     is_inprocess: bool = True,
     max_model_len: int | None = None,
     max_waiting: int = 1024,
+    template_file: Path | None = None,
 ) -> ServeOptions:
     """Return options of a small server."""
     engine = EngineSettings(
@@ -57,6 +58,7 @@ def options(
         engine=engine,
         names=("tiny", "org/other"),
         is_inprocess=is_inprocess,
+        template_file=template_file,
         limits=limits or Limits(),
     )
 
