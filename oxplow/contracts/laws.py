@@ -125,20 +125,21 @@ class Close:
         return self.factor * allowed + UNIT_ROUNDOFF[evidence.got.dtype] * rounded
 
     def judge(self, evidence: Evidence) -> Verdict:
-        """Compare elementwise; finite where the truth is not (overwritten poison), or the
-        reverse, fails at once.
+        """Compare elementwise; finite where the truth is not (overwritten poison), the reverse,
+        or an infinity in the place of a NaN fails at once.
         """
         if evidence.got.numel() == 0:
             return Verdict(ok=True)
         got, truth = evidence.got.double(), evidence.truth.double()
-        foreign = (torch.isfinite(got) != torch.isfinite(truth)).nonzero()
+        alike = torch.isfinite(truth) | (got == truth) | (got.isnan() & truth.isnan())
+        foreign = ((torch.isfinite(got) != torch.isfinite(truth)) | ~alike).nonzero()
         if len(foreign):
             at = tuple(foreign[0].tolist())
             return Verdict(
                 ok=False,
                 worst=float("inf"),
                 index=at,
-                reason=f"{len(foreign)} elements finite on one side only, first at {at}: "
+                reason=f"{len(foreign)} elements not finite on one side or unlike, first at {at}: "
                 f"got {got[at].item():.6g}, wanted {truth[at].item():.6g}",
             )
         error, bound = (got - truth).abs(), self.bound(evidence)

@@ -21,37 +21,81 @@ _EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
     torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
     torch.ops.aten.empty_like.default,
 }
 
 
 class Fence:
     """A copy of a tensor inside a larger buffer whose margins are NaN (or -1) and are checked
-    later.
+    later. `padding` elements behind every row (the last axis) belong to the margins.
     """
 
-    def __init__(self, source: Tensor, device: torch.device) -> None:
-        self.inner, self._buffer, self._start = _guarded(tuple(source.shape), source.dtype, device)
+    def __init__(self, source: Tensor, device: torch.device, padding: int = 0) -> None:
+        shape = (*source.shape[:-1], source.shape[-1] + padding) if padding else source.shape
+        whole, self._buffer, self._start = _guarded(tuple(shape), source.dtype, device)
+        self._whole = whole
+        self._inner = whole[..., : source.shape[-1]] if padding else whole
+        self._padding = whole[..., source.shape[-1] :] if padding else None
+        self.refill(source)
+
+    def refill(self, source: Tensor) -> None:
+        """Copy other values of the same shape and dtype into the same memory."""
         if source.numel():
-            self.inner.copy_(source)
-        self._before = self.inner.clone()
+            self._inner.copy_(source)
+        self._before = self._inner.clone()
+        # the candidate gets a tensor object of its own: what it does to it is seen, and ends here
+        self.handed = self._inner.detach()
+
+    @property
+    def contents(self) -> Tensor:
+        """What the fenced memory holds now, whatever became of the tensor that was handed out."""
+        return self._inner
 
     def intact(self) -> bool:
         """True when no guard byte changed."""
-        return _guards_intact(self._buffer, self._start, self.inner)
+        spare = self._padding
+        return _guards_intact(self._buffer, self._start, self._whole) and (
+            spare is None or bool((_bytes(spare) == _NAN_BYTE).all())
+        )
 
     def unchanged(self) -> bool:
         """True when the tensor still has its first bits."""
-        return torch.equal(_bytes(self.inner), _bytes(self._before))
+        return torch.equal(_bytes(self._inner), _bytes(self._before))
+
+    def unmoved(self) -> bool:
+        """True when the tensor that was handed out still names the same memory in the same way."""
+        mine, theirs = self._inner, self.handed
+        return (
+            theirs.data_ptr() == mine.data_ptr()
+            and theirs.shape == mine.shape
+            and theirs.stride() == mine.stride()
+            and theirs.dtype is mine.dtype
+        )
 
     def shares_memory(self, other: Tensor) -> bool:
-        """True when `other` lives in this fence's buffer."""
-        return other.untyped_storage().data_ptr() == self._buffer.untyped_storage().data_ptr()
+        """True when `other` reaches into this fence's buffer, through whatever storage object."""
+        return share_memory(self._buffer, other)
 
 
-def fenced(source: Tensor, device: torch.device) -> Fence:
-    """Copy `source` to `device` behind guards; the copy is contiguous and keeps shape and dtype."""
-    return Fence(source, device)
+def fenced(source: Tensor, device: torch.device, padding: int = 0) -> Fence:
+    """Copy `source` to `device` behind guards; the copy keeps shape and dtype.
+
+    It is contiguous unless `padding` spreads its rows: then rows start `padding` elements apart
+    from each other, at addresses of no particular alignment.
+    """
+    return Fence(source, device, padding)
+
+
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """True when the storages of two tensors overlap in memory, by address."""
+    (a, a_end), (b, b_end) = _reach(one), _reach(other)
+    return one.device == other.device and a < b_end and b < a_end
+
+
+def _reach(x: Tensor) -> tuple[int, int]:
+    storage = x.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 class PoisonedAllocations(TorchDispatchMode):
@@ -66,11 +110,12 @@ class PoisonedAllocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace plain dense allocations; pass everything else through."""
         out = func(*args, **(kwargs or {}))
-        if func not in _EMPTY or out.layout != torch.strided or not out.is_contiguous():
+        if func not in _EMPTY or out.layout != torch.strided or out.device.type == "meta":
             return out
-        inner, buffer, start = _guarded(tuple(out.shape), out.dtype, out.device)
-        self._made.append((buffer, start, inner))
-        return inner
+        length = out.untyped_storage().nbytes() // out.element_size()
+        flat, buffer, start = _guarded((length,), out.dtype, out.device)
+        self._made.append((buffer, start, flat))
+        return flat.as_strided(out.shape, out.stride(), flat.storage_offset())
 
     def intact(self) -> bool:
         """True when no guard of any allocation changed."""

@@ -2,8 +2,10 @@
 
 Owns the examination: fresh inputs in fenced, NaN-poisoned memory, poisoned output allocations,
 the float64 reference, the contract's checks, untouched inputs and repeatability. Knows nothing of
-timing or models. Invariant: the order is fixed (shape and dtype, alias, fences, untouched inputs,
-numerics, repeatability) and the candidate never sees the reference's tensors.
+timing or models. Invariant: the order is fixed (tampering, form, alias, fences, untouched inputs,
+numerics; then other values, other layout, repeatability), and the truth is computed before the
+candidate runs, which never sees it. The candidate shares the judge's process: isolation is not
+this module's work.
 """
 
 from __future__ import annotations
@@ -16,18 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oxplow.contracts.laws import Evidence
+from oxplow.contracts import laws
 from oxplow.contracts.schema import Args, Case, OpContract, Role
-from oxplow.feedback.fences import Fence, PoisonedAllocations, fenced
+from oxplow.feedback import fences as fence_module
+from oxplow.feedback.fences import Fence, PoisonedAllocations, fenced, share_memory
+from oxplow.feedback.watch import ProcessWatch
+
+_OTHER_SEED = 7919
+"""Added to the seed for the second set of values: far from the few seeds that callers use."""
+_ROW_PADDING = 3
+"""Elements between rows in the strided layout: odd, so that rows are unaligned."""
 
 
 class Reason(Enum):
     """Where an examination stopped."""
 
     PASSED = "passed"
-    RAISED = "raised"  # the candidate raised an exception
-    FORM = "form"  # wrong number, shape, dtype or kind of outputs
-    ALIAS = "alias"  # an output shares memory with an input
+    RAISED = "raised"  # the candidate raised an exception, or asked the process to end
+    TAMPERED = "tampered"  # a name or a setting of torch or of the judge was changed
+    FORM = "form"  # wrong number, shape, dtype, device or kind of outputs
+    ALIAS = "alias"  # an output shares memory with an input, or with an earlier call's output
     FENCE = "fence"  # memory outside a tensor was written
     UNTOUCHED = "untouched"  # an input that the contract does not name as mutated was written
     NUMERICS = "numerics"  # a check of the contract failed
@@ -108,105 +118,195 @@ def examine(
 
     Raises ContractError when the case itself does not fit the contract.
     """
-    args = cast_args(contract, case.build(torch.Generator().manual_seed(seed)), dtype, weight)
-    contract.validate(args)
-
-    def finding(reason: Reason, tensor: str = "", detail: str = "", worst: float = 0.0) -> Finding:
-        return Finding(
-            op=contract.name, kernel=kernel, case=case.name, dtype=dtype, seed=seed,
-            reason=reason, tensor=tensor, detail=detail, worst=worst,
-        )  # fmt: skip
-
+    trial = _Trial(contract, run, device)
+    plans = [
+        _Plan(contract, cast_args(contract, case.build(_generator(s)), dtype, weight))
+        for s in (seed, seed + _OTHER_SEED)
+    ]
+    reason, tensor, detail, worst = Reason.PASSED, "", "", 0.0
     try:
-        first = _run_fenced(contract, run, args, device)
-        worst = _judge(contract, args, first)
-        second = _run_fenced(contract, run, args, device)
-        for name, value in first.items():
-            if not torch.equal(value.view(torch.uint8), second[name].view(torch.uint8)):
-                raise _Stop(
-                    Reason.UNREPEATABLE, name, "a second call on the same inputs gave other bits"
-                )
+        worst = trial.run_all(*plans)
     except _Stop as stop:
-        return finding(stop.reason, stop.tensor, stop.detail, stop.worst)
-    return finding(Reason.PASSED, worst=worst)
+        reason, tensor, detail, worst = stop.reason, stop.tensor, stop.detail, stop.worst
+    return Finding(
+        op=contract.name, kernel=kernel, case=case.name, dtype=dtype, seed=seed,
+        reason=reason, tensor=tensor, detail=detail, worst=worst,
+    )  # fmt: skip
 
 
-def _run_fenced(
-    contract: OpContract, run: Callable[..., Any], args: Args, device: torch.device | None
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class _Plan:
+    """One set of arguments with its truth, computed before any candidate has run."""
+
+    def __init__(self, contract: OpContract, args: Args) -> None:
+        contract.validate(args)
+        self.contract, self.args = contract, args
+        self.truth = reference_values(contract, args, torch.float64)
+        self.baseline = reference_values(contract, args, torch.float32)
+
+    def fences(self, device: torch.device | None, padding: int = 0) -> dict[str, Fence]:
+        """Copy every tensor behind guards; `padding` spreads the rows of what ops only read."""
+        spread = (Role.ACT, Role.WEIGHT, Role.F32)
+        made = {}
+        for name, value in self.args.items():
+            if isinstance(value, Tensor):
+                reads = name not in self.contract.mutates and value.ndim > 1
+                rows = reads and self.contract.inputs[name].role in spread
+                made[name] = fenced(value, device or value.device, padding if rows else 0)
+        return made
+
+    def judge(self, got: dict[str, Tensor]) -> float:
+        """Run the contract's checks; return the worst error in bounds, or stop."""
+        worst = 0.0
+        for name, value in got.items():
+            truth = self.truth[name]
+            if value.shape != truth.shape:
+                wanted = f"has shape {tuple(value.shape)}, wanted {tuple(truth.shape)}"
+                raise _Stop(Reason.FORM, name, wanted)
+            evidence = laws.Evidence(
+                got=value, truth=truth, baseline=self.baseline[name], args=self.args, outputs=got
+            )
+            verdict = self.contract.checks[name].judge(evidence)
+            if not verdict.ok:
+                raise _Stop(Reason.NUMERICS, name, verdict.reason, verdict.worst)
+            worst = max(worst, verdict.worst)
+        return worst
+
+
+class _Trial:
+    """The calls of one examination, and the outputs that they have given so far."""
+
+    def __init__(
+        self, contract: OpContract, run: Callable[..., Any], device: torch.device | None
+    ) -> None:
+        self._contract, self._run, self._device = contract, run, device
+        self._given: list[Tensor] = []  # kept alive, so that no honest output can share their place
+
+    def run_all(self, plan: _Plan, other: _Plan) -> float:
+        """Judge both plans in several layouts and orders; return the worst error in bounds.
+
+        Other values in the first call's memory show an answer kept by shape or by address; padded
+        rows show a kernel that takes every tensor for contiguous, as the model's are not.
+        """
+        fences = plan.fences(self._device)
+        first = self._call(plan, fences)
+        worst = plan.judge(first)
+        if all(_same_form(plan.args.get(n), other.args.get(n)) for n in {*plan.args, *other.args}):
+            for name, fence in fences.items():
+                fence.refill(other.args[name])
+        else:
+            fences = other.fences(self._device)
+        second = self._call(other, fences)
+        worst = max(worst, other.judge(second))
+        spread = self._call(other, other.fences(self._device, _ROW_PADDING))
+        if _first_difference(second, spread) is not None:  # honest: another order of summation
+            worst = max(worst, other.judge(spread))
+        changed = _first_difference(first, self._call(plan, plan.fences(self._device)))
+        if changed is not None:
+            detail = "a later call on the same inputs gave other bits"
+            raise _Stop(Reason.UNREPEATABLE, changed, detail)
+        return worst
+
+    def _call(self, plan: _Plan, fences: dict[str, Fence]) -> dict[str, Tensor]:
+        """Call the candidate on fenced copies; return outputs and mutated tensors on the CPU."""
+        handed = {n: fences[n].handed if n in fences else v for n, v in plan.args.items()}
+        result, allocations = self._watched(handed)
+        outputs = _named_outputs(self._contract, plan.args, result, self._device)
+        for name, value in outputs.items():
+            shared = [n for n, f in fences.items() if f.shares_memory(value)]
+            if shared:
+                raise _Stop(Reason.ALIAS, name, f"shares memory with input {shared[0]}")
+            if any(share_memory(value, earlier) for earlier in self._given):
+                raise _Stop(Reason.ALIAS, name, "shares memory with an earlier call's output")
+        self._given += outputs.values()
+        for name, fence in fences.items():
+            if not fence.intact():
+                raise _Stop(Reason.FENCE, name, "memory outside the tensor was written")
+        if not allocations.intact():
+            raise _Stop(
+                Reason.FENCE, "an allocation of the kernel", "memory outside it was written"
+            )
+        for name, fence in fences.items():
+            if not fence.unmoved():
+                raise _Stop(Reason.UNTOUCHED, name, "was given other memory, shape or strides")
+            if name not in self._contract.mutates and not fence.unchanged():
+                raise _Stop(Reason.UNTOUCHED, name, "the contract does not let the op write it")
+        mutated = {n: fences[n].contents for n in self._contract.mutates if n in fences}
+        kept = (*outputs.items(), *mutated.items())
+        return {n: v.detach().clone(memory_format=torch.contiguous_format).cpu() for n, v in kept}
+
+    def _watched(self, handed: Args) -> tuple[object, PoisonedAllocations]:
+        watch = ProcessWatch(laws, laws.Close, laws.Exact, laws.Picks, fence_module, Fence)
+        raised: BaseException | None = None
+        result: object = None
+        with PoisonedAllocations() as allocations:
+            try:
+                result = self._run(**handed)
+            except (Exception, SystemExit) as error:  # a candidate may raise anything; a verdict
+                raised = error
+        changed = watch.repair()
+        if changed:
+            raise _Stop(Reason.TAMPERED, "", f"changed {', '.join(changed)}")
+        if raised is not None:
+            raise _Stop(Reason.RAISED, "", f"{type(raised).__name__}: {raised}") from raised
+        return result, allocations
+
+
+def _same_form(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype is other.dtype
+    return not isinstance(one, Tensor) and not isinstance(other, Tensor)
+
+
+def _first_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> str | None:
+    for name, value in one.items():
+        theirs = other[name]
+        if value.shape != theirs.shape:
+            return name
+        if not torch.equal(value.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)):
+            return name
+    return None
+
+
+def _named_outputs(
+    contract: OpContract, args: Args, result: object, device: torch.device | None
 ) -> dict[str, Tensor]:
-    """Call `run` once on fenced copies; return outputs and mutated tensors on the CPU."""
-    fences: dict[str, Fence] = {
-        n: fenced(v, device or v.device) for n, v in args.items() if isinstance(v, Tensor)
-    }
-    call = {n: fences[n].inner if n in fences else v for n, v in args.items()}
-    with PoisonedAllocations() as allocations:
-        try:
-            result = run(**call)
-        except Exception as error:  # a candidate may raise anything; the verdict records it
-            raise _Stop(Reason.RAISED, "", f"{type(error).__name__}: {error}") from error
-    outputs = _named_outputs(contract, args, result)
-    for name, value in outputs.items():
-        shared = [n for n, f in fences.items() if f.shares_memory(value)]
-        if shared and value.numel():
-            raise _Stop(Reason.ALIAS, name, f"shares memory with input {shared[0]}")
-    for name, fence in fences.items():
-        if not fence.intact():
-            raise _Stop(Reason.FENCE, name, "memory outside the tensor was written")
-    if not allocations.intact():
-        raise _Stop(Reason.FENCE, "an allocation of the kernel", "memory outside it was written")
-    for name, fence in fences.items():
-        if name not in contract.mutates and not fence.unchanged():
-            raise _Stop(Reason.UNTOUCHED, name, "the contract does not let the op write it")
-    mutated = {name: fences[name].inner for name in contract.mutates if name in fences}
-    return {n: v.detach().cpu().contiguous() for n, v in (*outputs.items(), *mutated.items())}
-
-
-def _named_outputs(contract: OpContract, args: Args, result: object) -> dict[str, Tensor]:
     values = () if result is None else result if isinstance(result, tuple) else (result,)
     if len(values) != len(contract.outputs):
         raise _Stop(
             Reason.FORM, "", f"returned {len(values)} values, wanted {list(contract.outputs)}"
         )
+    home = device or next(v.device for v in args.values() if isinstance(v, Tensor))
     named: dict[str, Tensor] = {}
     for (name, spec), value in zip(contract.outputs.items(), values, strict=True):
         if type(value) is not Tensor:
             raise _Stop(Reason.FORM, name, f"is {type(value).__name__}, wanted a plain tensor")
-        wanted = _output_dtype(contract, spec.role, args)
-        if wanted is not None and value.dtype != wanted:
-            raise _Stop(Reason.FORM, name, f"has dtype {value.dtype}, wanted {wanted}")
+        wanted = _output_dtypes(contract, spec.role, args)
+        if wanted and value.dtype not in wanted:
+            shown = " or ".join(str(w) for w in wanted)
+            raise _Stop(Reason.FORM, name, f"has dtype {value.dtype}, wanted {shown}")
+        if value.layout != torch.strided or value.is_neg() or value.is_conj():
+            raise _Stop(Reason.FORM, name, "is sparse or lazily negated, wanted plain memory")
+        if value.device.type != home.type:
+            raise _Stop(Reason.FORM, name, f"lies on {value.device}, wanted {home}")
         named[name] = value
     return named
 
 
-def _output_dtype(contract: OpContract, role: Role, args: Args) -> torch.dtype | None:
-    if role is Role.F32:
-        return torch.float32
+def _output_dtypes(contract: OpContract, role: Role, args: Args) -> tuple[torch.dtype, ...]:
+    fixed = {
+        Role.F32: (torch.float32,),
+        Role.INT: (torch.int64, torch.int32),
+        Role.BOOL: (torch.bool,),
+    }
     if role is not Role.ACT:
-        return None
+        return fixed.get(role, ())
     acts = [
         args[n].dtype
         for n, s in contract.inputs.items()
         if s.role is Role.ACT and isinstance(args[n], Tensor)
     ]
-    return acts[0] if acts else None
-
-
-def _judge(contract: OpContract, args: Args, got: dict[str, Tensor]) -> float:
-    truth = reference_values(contract, args, torch.float64)
-    baseline = reference_values(contract, args, torch.float32)
-    worst = 0.0
-    for name, value in got.items():
-        if value.shape != truth[name].shape:
-            raise _Stop(
-                Reason.FORM,
-                name,
-                f"has shape {tuple(value.shape)}, wanted {tuple(truth[name].shape)}",
-            )
-        evidence = Evidence(
-            got=value, truth=truth[name], baseline=baseline[name], args=args, outputs=got
-        )
-        verdict = contract.checks[name].judge(evidence)
-        if not verdict.ok:
-            raise _Stop(Reason.NUMERICS, name, verdict.reason, verdict.worst)
-        worst = max(worst, verdict.worst)
-    return worst
+    return tuple(acts[:1])

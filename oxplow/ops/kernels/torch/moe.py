@@ -174,9 +174,12 @@ def _group(pairs: Tensor, num_experts: int, num_groups: int) -> tuple[Tensor, Te
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows [P, K] sorted by group with weights [G, N, K]; rows past ends[-1]: garbage."""
-    missing = -rows.shape[1] % (16 // rows.element_size())
+    grain = 16 // rows.element_size()
+    missing = -rows.shape[1] % grain
     if missing:  # grouped_mm wants rows on 16-byte borders; only odd test sizes pay this copy
         rows, weights = functional.pad(rows, (0, missing)), functional.pad(weights, (0, missing))
+    elif weights.data_ptr() % 16 or any(step % grain for step in weights.stride()[:-1]):
+        weights = weights.contiguous()  # a slice between the borders pays it too
     return functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
 
 
