@@ -72,11 +72,10 @@ class KeyChain:
             raw.byteswap()
         digest = blake2b(parent, digest_size=_KEY_BYTES)
         digest.update(raw.tobytes())
-        stop = start + self.block_size
-        for picture in self._pictures:
-            if picture.start < stop and start < picture.end:
+        for picture in self._pictures:  # later blocks inherit it through their parent's key
+            if start <= picture.start < start + self.block_size:
                 name = picture.content_hash.encode()
-                where = (picture.start - start).to_bytes(8, "little", signed=True)
+                where = (picture.start - start).to_bytes(8, "little")
                 digest.update(where + len(name).to_bytes(8, "little") + name)
         return digest.digest()
 
@@ -168,8 +167,8 @@ class SnapshotPool:
     def _value(self, snapshot: Snapshot) -> int:
         """Age in uses of the pool; a good position, or proof of use, makes a whole pool younger.
 
-        Spaced snapshots are guesses. Without this rank a long new prompt would push out every branch
-        point that others return to; without the age, old favourites would stay for ever.
+        Spaced snapshots are guesses. Without this rank a long new prompt would push out every
+        branch point that others return to; without the age, old favourites would never go.
         """
         is_proven = snapshot.hits or snapshot.kind is SnapshotKind.BRANCH  # two texts met there
         rank = 2 if is_proven else 0 if snapshot.kind is SnapshotKind.SPACED else 1

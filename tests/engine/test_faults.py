@@ -186,6 +186,26 @@ def test_pictures_are_split_over_chunks_as_if_in_one(
     assert core.encoder.num_tokens <= room
 
 
+def test_pictures_of_several_requests_take_turns_in_a_small_cache(
+    make: Make, model: HybridModel
+) -> None:
+    core = make(budget=32, encoder_tokens=12)
+    wholes: dict[str, list[int | tuple[int, int]]] = {
+        "a": [6, (1, 9), 4, (2, 5), 3],
+        "b": [3, (3, 8), (4, 12), 2],
+        "c": [2, (5, 7), 9],
+    }
+    for name, parts in wholes.items():
+        core.add(Request(request_id=name, params=GREEDY, **pictured(model, parts)))
+    events = []
+    for _ in range(200):
+        events += core.step()
+        assert core.encoder.num_tokens <= 12
+    assert not core.has_work
+    for name, parts in wholes.items():
+        assert answer(events, name) == with_pictures(model, parts)
+
+
 def test_rows_that_come_encoded_are_used_as_they_are(make: Make, model: HybridModel) -> None:
     built = pictured(model, PARTS)
     ready = tuple(

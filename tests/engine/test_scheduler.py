@@ -111,8 +111,11 @@ class World:
     def step(self) -> StepPlan:
         """Schedule, check the plan, and book it as the core would."""
         self.now += 1.0
+        best = min([*self.scheduler.running, *self.scheduler.waiting], key=lambda c: c.sort_key)
         plan = self.scheduler.schedule()
         self.check_plan(plan)
+        assert best not in plan.preempted, "the best-ranked choice lost its memory"
+        assert not set(plan.preempted) & set(plan.admitted), "in and out in one step"
         for row in plan.rows:
             choice = row.choice
             slot = self.cache.holdings[choice.owner].slot
@@ -314,6 +317,14 @@ def test_growing_answers_preempt_the_latest_and_all_finish() -> None:
     assert choices[0].num_preemptions == 0, "the first one is never the victim"
     for choice in choices:
         assert choice.prefilled_tokens <= 3 * (8 + 30)
+
+
+def test_a_late_one_that_grows_gives_way_to_an_early_one() -> None:
+    world = World(blocks=7, slots=2, snapshots=0)
+    early, late = world.add([0] * 4, 20), world.add([1] * 7, 20)
+    world.run()
+    assert late.num_preemptions > 0
+    assert early.num_preemptions == 0
 
 
 def test_a_full_reserve_prevents_preemption() -> None:
