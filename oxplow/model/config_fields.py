@@ -119,8 +119,11 @@ class Fields:
         return value
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """Normalise an eos field: absent, one id or a list of ids."""
+def token_ids(value: Any, name: str = "eos_token_id") -> tuple[int, ...]:
+    """Normalise a field of token ids: absent, one id or a list of ids."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31 for i in ids):
+        raise ConfigError(f"config field {name} holds no token ids", got=value, where="config")
+    return tuple(ids)

@@ -70,7 +70,7 @@ def read_spec(config: Mapping[str, Any]) -> ModelSpec:
         vision=_vision(Fields(vision, "vision_config")) if vision else None,
         has_draft=text.integer("num_nextn_predict_layers", 0, low=0, high=1) == 1,
         eos_token_ids=token_ids(nested.get("eos_token_id", config.get("eos_token_id"))),
-        image_token_id=config.get("image_token_id"),
+        image_token_id=next(iter(token_ids(config.get("image_token_id"), "image_token_id")), None),
     )
 
 

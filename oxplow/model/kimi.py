@@ -89,7 +89,9 @@ def _layers(f: Fields, linear: Fields, config: Mapping[str, Any]) -> tuple[Layer
     count = f.integer("num_hidden_layers")
     section = config.get("linear_attn_config") or {}
     full, kda = section.get("full_attn_layers"), section.get("kda_layers")
-    if full is None or kda is None or sorted([*full, *kda]) != list(range(1, count + 1)):
+    listed = [*full, *kda] if isinstance(full, list) and isinstance(kda, list) else []
+    whole = all(isinstance(i, int) and not isinstance(i, bool) for i in listed)
+    if not whole or len(listed) != count or sorted(listed) != list(range(1, count + 1)):
         raise ConfigError(
             "the 1-based layer lists do not cover every layer once",
             got={"full_attn_layers": full, "kda_layers": kda},

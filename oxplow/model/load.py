@@ -66,15 +66,16 @@ def read_spec(config: Mapping[str, Any]) -> ModelSpec:
     one.
     """
     kind = config.get("model_type")
-    if kind not in _FAMILIES:
+    if not isinstance(kind, str) or kind not in _FAMILIES:
         raise ConfigError(
             "unknown model_type", got=kind, wanted=sorted(_FAMILIES), where="config.json"
         )
     quantisation = config.get("quantization_config")
     if quantisation and (
-        quantisation.get("quant_method"),
-        quantisation.get("weight_block_size"),
-    ) != ("fp8", [128, 128]):
+        not isinstance(quantisation, Mapping)
+        or quantisation.get("quant_method") != "fp8"
+        or quantisation.get("weight_block_size") != [128, 128]
+    ):
         raise ConfigError(
             "this quantisation is not supported",
             got=quantisation,

@@ -34,6 +34,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 _SCALE = "_scale_inv"
+_NO_JSON = (json.JSONDecodeError, UnicodeDecodeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,9 @@ def read_config(directory: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WeightError("checkpoint has no config.json", where=directory) from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise WeightError(f"config.json cannot be read: {error}", where=directory) from error
+    except _NO_JSON as error:
         raise WeightError(f"config.json does not parse: {error}", where=directory) from error
     if not isinstance(config, dict):
         raise WeightError(
@@ -288,8 +291,8 @@ def _shards(directory: Path) -> list[Path]:
         return [single]
     try:
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(listed.values()))
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        names = sorted({str(name) for name in listed.values()})
+    except (*_NO_JSON, OSError, KeyError, TypeError, AttributeError) as error:
         raise WeightError(f"the index does not parse: {error!r}", where=index) from error
     for name in names:
         if Path(name).name != name or not (directory / name).is_file():
