@@ -21,11 +21,13 @@ from oxplow.errors import (
 
 if TYPE_CHECKING:
     from oxplow.config import RuntimeConfig, load_config
+    from oxplow.serve.llm import LLM
     from oxplow.trace import EventRing
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
     "CapacityError",
     "ConfigError",
     "ContractError",
@@ -42,6 +44,7 @@ __all__ = [
 
 # name -> module that defines it; resolved by __getattr__ on first use.
 _LAZY = {
+    "LLM": "oxplow.serve.llm",
     "EventRing": "oxplow.trace",
     "RuntimeConfig": "oxplow.config",
     "load_config": "oxplow.config",

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["MODEL_FLAGS", "SERVE_FLAGS", "Flag", "Given", "with_flags"]
+__all__ = ["MODEL_FLAGS", "SERVE_FLAGS", "Flag", "Given", "parameter", "with_flags"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,13 @@ SERVE_FLAGS: tuple[Flag, ...] = (
 )
 
 Given = Mapping[str, object]
+
+
+def parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> Any:
+    """Return a parameter of a command in the form that `with_flags` takes."""
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def with_flags(

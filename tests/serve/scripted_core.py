@@ -1,9 +1,10 @@
 """An engine whose answers the tests write: it says what the last user message spells out.
 
 Owns the script's form: the text of the last user turn, in which control strings become tokens, then
-an end token. `@slow:S@` at its start waits S seconds before each token, `@fail@` fails the choice
-where it stands, `@die@` ends the process, `@prefill:S@` takes S seconds for the prompt.
-Must not know the front. Invariant: it follows the driver's protocol as the real engine does.
+an end token; after a tool's result, what the tool said. `@slow:S@` waits S seconds before each
+token, `@prefill:S@` takes S seconds for the prompt, `@fail@` fails the choice where it stands,
+`@die@` ends the process. Must not know the front.
+Invariant: it follows the driver's protocol as the real engine does.
 """
 
 import os
@@ -193,6 +194,10 @@ def _read(vocabulary: Vocabulary, work: Work, index: int, ids: list[int]) -> _Ch
     if start >= 0 and stop:
         body = [i for i in ids[start + 1 : start + 1 + stop[0]] if i < 256]
     text = vocabulary.decode(body)
+    seen = [n for n, t in enumerate(ids) if t == ID["<|observation|>"] and n > start >= 0]
+    if seen and "@again@" not in text:  # a tool has answered: say so and end
+        result = vocabulary.decode([i for i in ids[seen[-1] :] if i < 256])
+        text = f"</think>The tool said: {result[:200]}"
     orders = dict(_ORDER.findall(text))
     text = _ORDER.sub("", text)
     end = next((e for e in ("fail", "die") if f"@{e}@" in text), None)

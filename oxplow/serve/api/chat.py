@@ -111,7 +111,7 @@ class ChatForm:
         yield frame(error_body(error))
         yield DONE
 
-    def whole(self) -> object:
+    def whole(self) -> dict[str, Any]:
         """Return the completion."""
         return {
             "id": self._id,

@@ -82,7 +82,7 @@ class CompletionForm:
         yield frame(error_body(error))
         yield DONE
 
-    def whole(self) -> object:
+    def whole(self) -> dict[str, Any]:
         """Return the completion."""
         choices = [
             self._choice(i, "".join(text), self._ends[i]) for i, text in enumerate(self._texts)

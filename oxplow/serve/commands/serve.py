@@ -6,7 +6,6 @@ Invariant: what is printed is what runs; the last line shows how to talk to it.
 """
 
 import asyncio
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import typer
 
 from oxplow.config import LoadedConfig
 from oxplow.serve.console import AsJson, session
-from oxplow.serve.flags import SERVE_FLAGS, Given, with_flags
+from oxplow.serve.flags import SERVE_FLAGS, Given, parameter, with_flags
 from oxplow.serve.model_files import default_model
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["register", "serve_options"]
 
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _INPROCESS = Annotated[
     bool, typer.Option("--inprocess", help="Run engine and workers as threads of one process.")
 ]
@@ -33,10 +31,7 @@ _INPROCESS = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    own = (
-        inspect.Parameter("inprocess", _KEYWORD, default=False, annotation=_INPROCESS),
-        inspect.Parameter("as_json", _KEYWORD, default=False, annotation=AsJson),
-    )
+    own = (parameter("inprocess", _INPROCESS, False), parameter("as_json", AsJson, False))
     example = "Example: oxplow serve --model ./GLM-5.3-Flash --port 9000"
     app.command("serve", epilog=example)(with_flags(_serve, SERVE_FLAGS, own))
 
