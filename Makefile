@@ -1,6 +1,6 @@
 # Every target does its own set-up in .venv; a second run finds it done. `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test quick check format structure size
+.PHONY: clients help setup serve test quick check format structure size
 BIN := .venv/bin
 # One thread a process keeps runs repeatable and shared machines usable; set it to override.
 THREADS = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
@@ -28,6 +28,9 @@ check: setup  ## lint, format, types, quick tests, size of the house
 	@echo "check [3/5] mypy" && $(BIN)/mypy
 	@echo "check [4/5] quick tests" && $(THREADS) $(BIN)/python -m pytest -q -m "not slow"
 	@echo "check [5/5] size of the house" && $(BIN)/python tools/size_table.py
+
+clients: setup  ## run real clients against the server; what is not installed is skipped
+	@$(THREADS) $(BIN)/python -m pytest -q tests/clients/check_python.py tests/clients/check_node.py $(ARGS)
 
 format: setup  ## let ruff format and mend what it safely can
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .

@@ -79,7 +79,16 @@ def test_openai_for_node(served: Running, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_codex_answers_and_runs_a_tool(served: Running, tmp_path: Path) -> None:
+SHELL = "<tool_call>exec_command<arg_key>cmd</arg_key><arg_value>echo forty-two</arg_value>"
+
+
+@pytest.mark.parametrize(
+    ("script", "shown"),
+    [("hm</think>Hello from it", "Hello from it"), (f"hm</think>{SHELL}</tool_call>", "forty-two")],
+)
+def test_codex_answers_and_runs_a_tool(
+    served: Running, tmp_path: Path, script: str, shown: str
+) -> None:
     codex = find("codex")
     home = tmp_path / ".codex"
     home.mkdir()
@@ -91,13 +100,11 @@ def test_codex_answers_and_runs_a_tool(served: Running, tmp_path: Path) -> None:
     )
     flags = ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     done = run(
-        [codex, *flags, "hm</think>Hello from the engine"],
+        [codex, *flags, script],
         tmp_path, CODEX_HOME=str(home), OXPLOW_KEY="x",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "Hello from the engine" in done.stdout
-    listed = served.service.metrics.finished.labels("stop")._value.get()
-    assert listed > 0
+    assert shown in done.stdout
 
 
 def test_claude_code_answers(served: Running, tmp_path: Path) -> None:
