@@ -304,7 +304,7 @@ def test_peak_memory_of_attention_is_bounded(run: str, monkeypatch: pytest.Monke
     got = _peak_bytes(lambda: getattr(world, run)([0], [900], [300]))
     output = 300 * 3 * 12 * 4 * 2 + sum(w.numel() * 4 for w in world.weights.values())
     rows = 300 * 3 * 16 * 4 * 2 + chosen.numel() * 8  # the test's own copies and int64 positions
-    assert got <= output + rows + 4 * 4 * mla.GATHER_ELEMENTS
+    assert got <= output + rows + 6 * 4 * mla.GATHER_ELEMENTS
 
 
 # a decode step

@@ -65,8 +65,8 @@ def sparse_mla_prefill(
 ) -> Tensor:
     """Attend every query to its selected positions, absorbed, in tiles of queries.
 
-    Peak memory over inputs and output: float32 copies of w_uk and w_uv, and about twice
-    GATHER_ELEMENTS floats per tile (one query's S x R latents at least).
+    Peak memory over inputs and output: float32 copies of w_uk and w_uv where these are narrower,
+    and about six times GATHER_ELEMENTS floats (or one query's S x R latents, if they are more).
     """
     return _sparse(
         query, w_uk, w_uv, cache, block_table, selected, rows_to_sequences(cu_seqlens, len(query))
@@ -118,28 +118,34 @@ def _sparse(
         return out
     pads = True
     if fixed:
-        tile, width = _FIXED_ROWS, round_up(selected.shape[1], ALIGN)
+        tile = chunk = _FIXED_ROWS
+        width = round_up(selected.shape[1], ALIGN)
         selected = torch.nn.functional.pad(selected, (0, width - selected.shape[1]), value=-1)
     else:
         selected, pads = _trimmed(selected)
-        tile = max(1, _budget(query) // max(1, selected.shape[1] * max(R, H)))
+        S = max(1, selected.shape[1])
+        tile = max(1, _budget(query) // (S * max(R, H)))
+        chunk = max(tile, _budget(query) // max(H * R, 2 * S))  # rows that share one projection
     if selected.shape[1] == 0:
         return out.zero_()
     up_k, up_v = _up(w_uk, w_uv, R, fixed)
-    for at in range(0, T, tile):
-        part = slice(at, at + tile)
+    for at in range(0, T, chunk):
+        part = slice(at, at + chunk)
         q, picks = query[part], selected[part]
         owner: Tensor | None
-        if fixed and len(q) < tile:  # repeat the last row: its copies are dropped
-            rows = torch.arange(at, at + tile, device=q.device).clamp_max_(T - 1)
+        if fixed and len(q) < chunk:  # repeat the last row: its copies are dropped
+            rows = torch.arange(at, at + chunk, device=q.device).clamp_max_(T - 1)
             q, picks = query[rows], selected[rows]
             owner = rows if sequences is None else sequences[rows]
         elif sequences is None:
-            owner = None if tile >= T else torch.arange(at, at + len(q), device=q.device)
+            owner = None if chunk >= T else torch.arange(at, at + len(q), device=q.device)
         else:
             owner = sequences[part]
         slots, empty = _slots(picks, block_table, owner, cache.shape[1], pads)
-        o = _attend_picks(q, up_k, up_v, cache.view(-1, R), slots, picks if pads else None)
+        latent = fit(_absorbed(q, w_uk.shape[1:], up_k), up_k.shape[2])
+        absent = (picks < 0).unsqueeze(1) if pads else None
+        z = _attend_slots(latent, cache.view(-1, R), slots, absent, tile)
+        o = torch.bmm(z.transpose(0, 1), up_v).transpose(0, 1)
         if empty is not None:
             o = o.masked_fill(empty.unsqueeze(2), 0.0)
         out[part] = o[: T - at, :, : out.shape[2]]
@@ -197,18 +203,20 @@ def _slots(
     return (slots if empty is None else slots.masked_fill_(empty, 0)), empty
 
 
-def _attend_picks(
-    query: Tensor, up_k: Tensor, up_v: Tensor, cache: Tensor, slots: Tensor, picks: Tensor | None
+def _attend_slots(
+    latent: Tensor, cache: Tensor, slots: Tensor, absent: Tensor | None, tile: int
 ) -> Tensor:
-    """Attend query[t,H,Dn] to cache[slots[t,S]], float32 [t,H,Dv]; leave out negative `picks`."""
-    c = cache.index_select(0, slots.flatten()).view(*slots.shape, cache.shape[1]).float()
-    c = fit(c, up_k.shape[2])
-    q = fit(query.float() * query.shape[2] ** -0.5, up_k.shape[1]).transpose(0, 1)
-    scores = torch.bmm(torch.bmm(q, up_k).transpose(0, 1), c.transpose(1, 2))
-    if picks is not None:
-        scores.masked_fill_((picks < 0).unsqueeze(1), float("-inf"))
-    z = torch.bmm(scores.softmax(-1), c)
-    return torch.bmm(z.transpose(0, 1), up_v).transpose(0, 1)
+    """Return z [T,H,R] float32: cache[slots[T,S]] averaged by softmax, without what is `absent`."""
+    parts = []
+    for at in range(0, len(slots), tile):
+        q, where = latent[at : at + tile], slots[at : at + tile]
+        c = cache.index_select(0, where.flatten()).view(*where.shape, cache.shape[1]).float()
+        c = fit(c, q.shape[2])
+        scores = torch.bmm(q, c.transpose(1, 2))
+        if absent is not None:
+            scores.masked_fill_(absent[at : at + tile], float("-inf"))
+        parts.append(torch.bmm(scores.softmax(-1), c))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def dense_mla(
@@ -223,7 +231,7 @@ def dense_mla(
     """Attend every query to all tokens up to its own, absorbed, online over tiles of keys.
 
     One token per sequence runs as one batch. Peak memory over inputs and output: float32 copies of
-    w_uk and w_uv, and about four times GATHER_ELEMENTS floats, whatever the lengths are.
+    w_uk and w_uv, and about six times GATHER_ELEMENTS floats, whatever the lengths are.
     """
     return _dense(query, w_uk, w_uv, cache, block_table, computed_tokens, cu_seqlens, fixed=False)
 
