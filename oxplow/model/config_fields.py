@@ -110,6 +110,19 @@ class Fields:
                     where=self.where,
                 )
 
+    def refuse_entries_other_than(self, name: str, wanted: str, *alike: str) -> None:
+        """Raise when a present list or string holds anything but `wanted` or its synonyms."""
+        value = self._values.get(name)
+        if value is None:
+            return
+        if not isinstance(value, list | str) or any(v not in (wanted, *alike) for v in value):
+            raise ConfigError(
+                f"config field {name} is not supported with this value",
+                got=value,
+                wanted=f"{wanted} everywhere",
+                where=self.where,
+            )
+
     def _get(self, name: str, default: Any) -> Any:
         value = self._values.get(name)
         if value is None:

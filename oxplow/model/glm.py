@@ -51,6 +51,7 @@ _FIXED = {
     "index_kpool_compress": True,
     "index_kpool_always_select_tail": True,
     "tie_word_embeddings": False,
+    "index_topk_freq": 1,  # other schedules share one layer's selection with the next ones
 }
 
 
@@ -75,6 +76,7 @@ def read_spec(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _text(f: Fields) -> TextSpec:
+    f.refuse_other_than({"num_key_value_heads": f.integer("num_attention_heads")})
     layers = _layers(f)
     limit = f.number("swiglu_limit", 10.0)
     return TextSpec(
@@ -118,14 +120,9 @@ def _layers(f: Fields) -> tuple[LayerSpec, ...]:
     if ffns is None:
         dense = f.integer("first_k_dense_replace", 3, low=0)
         ffns = ["dense" if i < dense else "sparse" for i in range(count)]
-    shared = f.names("indexer_types", count)
-    if shared is not None and set(shared) != {"full"}:
-        raise ConfigError(
-            "this indexer schedule is not supported",
-            got=shared,
-            wanted="full",
-            where="indexer_types",
-        )
+    f.names("indexer_types", count)  # for its length
+    f.refuse_entries_other_than("indexer_types", "full")
+    f.refuse_entries_other_than("index_topk_pattern", "full", "F")
     return tuple(
         LayerSpec(f.choice("layer_types", m, _MIXERS), f.choice("mlp_layer_types", k, _FFNS))
         for m, k in zip(mixers, ffns, strict=True)
@@ -134,6 +131,8 @@ def _layers(f: Fields) -> tuple[LayerSpec, ...]:
 
 def _kda(f: Fields) -> KdaSpec:
     linear = f.section("linear_attn_config")
+    if not linear.has("gate_lower_bound"):  # then false would mean the gate without a bound
+        linear.refuse_other_than({"safe_gate": True})
     head_dim = linear.integer("head_dim", f.integer("linear_head_dim", 128))
     bound = linear.number("gate_lower_bound", f.number("linear_lower_bound", -5.0))
     if bound >= 0:

@@ -48,6 +48,14 @@ def read_spec(config: Mapping[str, Any]) -> ModelSpec:
     """
     f = Fields(config, "config")
     f.refuse_other_than(_FIXED)
+    # names under which transformers keeps the same fields: they may not say something else
+    f.refuse_other_than(
+        {
+            "n_group": 1,
+            "norm_topk_prob": f.flag("moe_renormalize", True),
+            "num_key_value_heads": f.integer("num_attention_heads"),
+        }
+    )
     linear = f.section("linear_attn_config")
     head_dim = linear.integer("head_dim", 128)
     return ModelSpec(
@@ -88,8 +96,9 @@ def read_spec(config: Mapping[str, Any]) -> ModelSpec:
 def _layers(f: Fields, linear: Fields, config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
     count = f.integer("num_hidden_layers")
     section = config.get("linear_attn_config") or {}
-    full, kda = section.get("full_attn_layers"), section.get("kda_layers")
-    listed = [*full, *kda] if isinstance(full, list) and isinstance(kda, list) else []
+    lists = (section.get("full_attn_layers"), section.get("kda_layers"))
+    full, kda = (layers if isinstance(layers, list) else [] for layers in lists)
+    listed = [*full, *kda]
     whole = all(isinstance(i, int) and not isinstance(i, bool) for i in listed)
     if not whole or len(listed) != count or sorted(listed) != list(range(1, count + 1)):
         raise ConfigError(
@@ -99,6 +108,14 @@ def _layers(f: Fields, linear: Fields, config: Mapping[str, Any]) -> tuple[Layer
             where=linear.where,
         )
     dense = f.integer("first_k_dense_replace", 1, low=0)
+    f.refuse_other_than(
+        {
+            "layer_types": [
+                "full_attention" if i + 1 in full else "linear_attention" for i in range(count)
+            ],
+            "mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(count)],
+        }
+    )
     return tuple(
         LayerSpec(
             MixerKind.DENSE_MLA if i + 1 in full else MixerKind.KDA,

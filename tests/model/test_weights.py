@@ -140,7 +140,16 @@ def test_a_shard_outside_the_directory_is_refused(copy: Path) -> None:
         ("text_config", {"layer_types": ["linear_attention"] * 3}, "layer_types"),
         ("text_config", {"hidden_size": "128"}, "hidden_size"),
         ("text_config", {"index_topk": 18}, "index_topk"),
+        ("text_config", {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ("text_config", {"indexer_types": ["full"] * 7 + ["shared"]}, "indexer_types"),
+        ("text_config", {"index_topk_pattern": "FSFFFFFF"}, "index_topk_pattern"),
+        ("text_config", {"index_topk_freq": 4}, "index_topk_freq"),
+        ("text_config", {"linear_attn_config": {"safe_gate": False}}, "safe_gate"),
+        ("text_config", {"eos_token_id": "end"}, "eos_token_id"),
+        (None, {"image_token_id": [[]]}, "image_token_id"),
+        (None, {"model_type": ["glm5_next"]}, "model_type"),
         (None, {"quantization_config": {"quant_method": "awq"}}, "awq"),
+        (None, {"quantization_config": [1]}, "quantisation"),
     ],
 )
 def test_an_unsupported_config_is_refused_by_field(
@@ -153,6 +162,10 @@ def test_an_unsupported_config_is_refused_by_field(
 def test_a_missing_directory_and_config_are_refused(tmp_path: Path) -> None:
     refuse(tmp_path / "nowhere", WeightError, "config.json")
     (tmp_path / "config.json").write_text("[1")
+    refuse(tmp_path, WeightError, "parse")
+    (tmp_path / "config.json").write_bytes(b'{"model_type": "\xdd"}')
+    refuse(tmp_path, WeightError, "parse")
+    (tmp_path / "config.json").write_text("[" * 100_000)
     refuse(tmp_path, WeightError, "parse")
 
 
