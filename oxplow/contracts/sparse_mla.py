@@ -95,7 +95,6 @@ def _sparse_case(
     picks: int = 11,
     block_size: int = 8,
     scale: float = 1.0,
-    ragged_rows: bool = True,
 ) -> Args:
     """Build (cached, new) sequences whose queries pick up to `picks` visible positions."""
     H, Dn, Dv, R = shape
@@ -112,17 +111,22 @@ def _sparse_case(
         "cache": paged_rows(table, totals, blocks, block_size, R, g),
         "block_table": table,
         "selected": torch.stack(rows).int() if rows else torch.empty(0, picks, dtype=torch.int32),
+        "cu_seqlens": ragged([n for _, n in sequences]),
     }
-    if ragged_rows:
-        args["cu_seqlens"] = ragged([n for _, n in sequences])
     return args
 
 
 def _decode_case(
-    totals: Sequence[int], g: torch.Generator, empty: Sequence[int] = (), **kw: Any
+    totals: Sequence[int],
+    g: torch.Generator,
+    *,
+    empty: Sequence[int] = (),
+    shape: tuple[int, int, int, int] = (3, 16, 12, 24),
+    picks: int = 11,
 ) -> Args:
     """Build one query per sequence; rows in `empty` have no pick and a garbage block table."""
-    args = _sparse_case([(t - 1, 1) for t in totals], g, ragged_rows=False, **kw)
+    args = _sparse_case([(t - 1, 1) for t in totals], g, shape=shape, picks=picks)
+    del args["cu_seqlens"]
     args["selected"][list(empty)] = -1
     args["block_table"][list(empty)] = GARBAGE[1]
     return args
@@ -234,9 +238,7 @@ SPARSE_MLA_DECODE = OpContract(
             lambda g: _decode_case((33,), g, shape=(6, 64, 64, 128), picks=19),
         ),
         Case("nobody", CaseKind.EDGE, lambda g: _decode_case((), g)),
-        Case(
-            "block_edges", CaseKind.EDGE, lambda g: _decode_case((1, 7, 8, 9, 16), g, block_size=8)
-        ),
+        Case("block_edges", CaseKind.EDGE, lambda g: _decode_case((1, 7, 8, 9, 16), g)),
         Case(
             "rows_without_picks",
             CaseKind.EXCITATION,
