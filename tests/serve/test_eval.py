@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 import oxplow.feedback.exam as exam
 from oxplow.config import load_config
 from oxplow.errors import ConfigError
 from oxplow.feedback.exam import QUICK, Chat, ToolCall
+from oxplow.model.caches import CacheTensors
 from oxplow.model.load import LoadOptions, load_model
-from oxplow.model.network import HybridModel
-from oxplow.model.step import build_step
+from oxplow.model.network import HybridModel, StepOutput
+from oxplow.model.step import StepInput, build_step
 from oxplow.ops.table import OpTable
 from oxplow.serve import cli
 from oxplow.serve.engine_port import Delta, EngineInfo, EngineStats, Work, unpack_ids
@@ -73,7 +75,7 @@ def examinee(directory: Path) -> EngineExaminee:
     return open_examinee(directory, EvalSettings(), runtime, 1400)[0]
 
 
-def draft_logits(model: HybridModel, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def draft_logits(model: HybridModel, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the trunk's and the draft block's logits over a text, each in a single step."""
     driver = Driver(model)
     trunk = driver.step({"trunk": ids})["trunk"]
@@ -119,6 +121,41 @@ def test_own_continuation_is_greedy_and_its_guesses_are_the_draft_block_s(
         guesses = draft.argmax(-1)[69:-1].tolist()  # row t sees token t+1 and says token t+2
         assert (run.drafted, run.distinct) == (11, len(set(said)))
         assert run.accepted == sum(g == t for g, t in zip(guesses, said[1:], strict=True))
+
+
+class Chain:
+    """A model whose next token is 7 times the last one plus 3; its draft block knows that."""
+
+    block_size = 64
+    draft_block = object()
+    components = staticmethod(tuple)
+
+    def forward(self, step: StepInput, caches: CacheTensors) -> StepOutput:
+        return self._out(step.token_ids, step)
+
+    def draft(
+        self, hidden: Tensor, next_token_ids: Tensor, step: StepInput, caches: CacheTensors
+    ) -> StepOutput:
+        assert torch.equal(hidden, self._out(step.token_ids, step).hidden)
+        return self._out(next_token_ids, step)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def _out(self, ids: Tensor, step: StepInput) -> StepOutput:
+        hidden = torch.nn.functional.one_hot((7 * ids + 3) % 320, 320).float()
+        return StepOutput(hidden=hidden, logits=hidden[step.logit_rows])
+
+
+def test_guesses_of_a_perfect_draft_block_are_all_accepted(
+    ops: OpTable, vocabulary: Vocabulary
+) -> None:
+    reader = TextReader(Chain(), ops, vocabulary)  # type: ignore[arg-type]
+    window = next(reader.read("code", TEXT, 1, 700))
+    assert (window.drafted, window.accepted) == (699, 699)
+    for run in reader.write("code", TEXT, 3, 70, 12):
+        assert (run.drafted, run.accepted) == (11, 11)
+        assert run.distinct > 8
 
 
 def test_too_short_a_text_is_refused(reader: TextReader) -> None:
@@ -233,7 +270,7 @@ def test_attending_everywhere_equals_selecting_everything(
     (wide / "config.json").write_text(json.dumps(config))
     ids = vocabulary.encode_plain(TEXT)[:300]
 
-    def logits(folder: Path, **options: bool) -> torch.Tensor:
+    def logits(folder: Path, **options: bool) -> Tensor:
         return Driver(load_model(folder, ops, LoadOptions(**options))).step({"a": ids})["a"]
 
     dense = logits(directory, attend_all=True)

@@ -1,7 +1,8 @@
 """Words, templates and sources that only the examination uses.
 
-Owns plain data. Training draws from its own lists and from the tokenizer's words minus `WORDS`, so nothing here may move to
-training. Invariant: every list is non-empty, lower-case words are unique.
+Owns plain data. Training draws from its own lists and from its corpus's words minus `WORDS`, so
+nothing here may move to training.
+Invariant: every list is non-empty, lower-case words are unique.
 """
 
 from __future__ import annotations
@@ -11,94 +12,88 @@ from typing import Literal
 
 ValueKind = Literal["word", "phrase", "code", "integer", "number", "boolean", "digits"]
 
-ADJECTIVES: tuple[str, ...] = tuple(
-    [
-        "copper",
-        "velvet",
-        "crooked",
-        "polished",
-        "frozen",
-        "wicker",
-        "dusty",
-        "scarlet",
-        "turquoise",
-        "ivory",
-        "plaid",
-        "gilded",
-        "mossy",
-        "hollow",
-        "striped",
-        "painted",
-        "woollen",
-        "granite",
-        "walnut",
-        "smoky",
-        "weathered",
-        "emerald",
-        "bronze",
-        "lacquered",
-    ]
+ADJECTIVES: tuple[str, ...] = (
+    "copper",
+    "velvet",
+    "crooked",
+    "polished",
+    "frozen",
+    "wicker",
+    "dusty",
+    "scarlet",
+    "turquoise",
+    "ivory",
+    "plaid",
+    "gilded",
+    "mossy",
+    "hollow",
+    "striped",
+    "painted",
+    "woollen",
+    "granite",
+    "walnut",
+    "smoky",
+    "weathered",
+    "emerald",
+    "bronze",
+    "lacquered",
 )
-NOUNS: tuple[str, ...] = tuple(
-    [
-        "lighthouse",
-        "accordion",
-        "compass",
-        "telescope",
-        "violin",
-        "greenhouse",
-        "typewriter",
-        "teapot",
-        "windmill",
-        "chandelier",
-        "hammock",
-        "barometer",
-        "carousel",
-        "wheelbarrow",
-        "tapestry",
-        "submarine",
-        "gramophone",
-        "scarecrow",
-        "cello",
-        "hourglass",
-        "kayak",
-        "observatory",
-        "rickshaw",
-        "sundial",
-        "trombone",
-        "vineyard",
-        "waterfall",
-        "xylophone",
-        "aquarium",
-        "boathouse",
-    ]
+NOUNS: tuple[str, ...] = (
+    "lighthouse",
+    "accordion",
+    "compass",
+    "telescope",
+    "violin",
+    "greenhouse",
+    "typewriter",
+    "teapot",
+    "windmill",
+    "chandelier",
+    "hammock",
+    "barometer",
+    "carousel",
+    "wheelbarrow",
+    "tapestry",
+    "submarine",
+    "gramophone",
+    "scarecrow",
+    "cello",
+    "hourglass",
+    "kayak",
+    "observatory",
+    "rickshaw",
+    "sundial",
+    "trombone",
+    "vineyard",
+    "waterfall",
+    "xylophone",
+    "aquarium",
+    "boathouse",
 )
-PLACES: tuple[str, ...] = tuple(
-    [
-        "lisbon",
-        "oslo",
-        "nairobi",
-        "quito",
-        "hanoi",
-        "tallinn",
-        "ankara",
-        "bergen",
-        "cusco",
-        "dakar",
-        "galway",
-        "havana",
-        "izmir",
-        "kyoto",
-        "leipzig",
-        "malaga",
-    ]
+PLACES: tuple[str, ...] = (
+    "lisbon",
+    "oslo",
+    "nairobi",
+    "quito",
+    "hanoi",
+    "tallinn",
+    "ankara",
+    "bergen",
+    "cusco",
+    "dakar",
+    "galway",
+    "havana",
+    "izmir",
+    "kyoto",
+    "leipzig",
+    "malaga",
 )
 WORDS: frozenset[str] = frozenset(ADJECTIVES) | frozenset(NOUNS) | frozenset(PLACES)
 
 
 @dataclass(frozen=True, slots=True)
 class FactTemplate:
-    """How one fact is written into a haystack and how it is asked for; both take {key}, the statement also {value}."""
+    """How a fact is written into a haystack and asked for; both take {key}, one also {value}."""
 
     statement: str
     question: str

@@ -1,7 +1,8 @@
 """Held-out text: installed packages and documents that the training corpus leaves out.
 
-Owns where the text comes from. It reads what every install already has (torch needs networkx, rich needs pygments, CPython
-ships pydoc_data), so nothing is downloaded and no text lies in the repository. Invariant: `families.HELD_OUT_*` name all of it.
+Owns where the text comes from. It reads what every install already has (torch needs networkx, rich
+needs pygments, CPython ships pydoc_data), so nothing is downloaded and no text lies in the
+repository. Invariant: `families.HELD_OUT_*` name all of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Recall questions: facts hidden in held-out text, many of them asked from one prefix.
 
-Owns where facts stand and what is asked. It does not know a tokenizer: `count_tokens` sizes the haystack. Invariant: the
-texts of all questions of a haystack share the whole haystack as prefix, and every answer stands in it exactly once.
+Owns where facts stand and what is asked. It does not know a tokenizer: `count_tokens` sizes the
+haystack. Invariant: the texts of all questions of a haystack share the whole haystack as prefix,
+and every answer stands in it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Haystack:
     needles: tuple[Needle, ...]
 
     def messages(self, needle: Needle) -> list[dict[str, str]]:
-        """Return the chat messages that ask one question; the answer is `needle.answer` alone, thinking off."""
+        """Return the messages that ask one question; the answer is `needle.answer` alone."""
         return [{"role": "user", "content": f"{self.text}\n\n{needle.question}"}]
 
 
@@ -49,9 +50,10 @@ def draw_secret(rng: random.Random) -> str:
 def build_haystacks(
     length: int, count: int, count_tokens: Callable[[str], int], seed: int = 0, needles: int = 16
 ) -> list[Haystack]:
-    """Build haystacks of about `length` tokens with facts at evenly spread depths, hay alternating between code and prose.
+    """Build haystacks of about `length` tokens with facts at even depths, hay of code and prose.
 
-    Units: tokens as counted by `count_tokens`; the text stays below `length` by up to 2% and leaves 64 tokens for the turn.
+    Units: tokens as counted by `count_tokens`; the text stays below `length` by up to 2% and leaves
+    64 tokens for the turn.
     Raises: ValueError if the length has no room for that many facts.
     """
     rng = random.Random(f"{seed}:{length}:{count}:{needles}")

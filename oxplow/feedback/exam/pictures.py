@@ -1,7 +1,8 @@
 """Picture questions: one digit or shape in one colour on a plain ground, drawn with pillow.
 
-Owns drawing and asking. Invariant: the answer is one word and cannot be had from the question; seeds start at
-`families.PICTURE_SEED`, far from training's. Swapping the pictures between items must bring accuracy down to chance.
+Owns drawing and asking. Invariant: the answer is one word and cannot be had from the question;
+seeds start at `families.PICTURE_SEED`, far from training's. Swapping the pictures between items
+must bring accuracy down to chance.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """JSON questions: an object asked for by schema, its values standing in the prompt.
 
-Owns the items. An answer is valid if it parses and has the schema's keys and types, correct if it equals `expected`.
+Owns the items; `score` judges answers. Knows no model.
+Invariant: an answer is valid if it parses and has the schema's keys and types, right if it equals
+`expected`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Tool-call questions: several tools offered, one asked for, arguments standing in the prompt.
 
-Owns the items. Invariant: the right call is the only one that the wish names, and every argument is in the wish verbatim.
+Owns the items; `score` judges answers. Knows no chat template.
+Invariant: the right call is the only one that the wish names, and every argument is in the wish
+verbatim.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from oxplow.feedback.exam.values import JsonValue, draw_value, list_arguments, s
 
 @dataclass(frozen=True, slots=True)
 class ToolItem:
-    """One wish: messages and tools as an OpenAI client sends them, and the call that is right (thinking off)."""
+    """One wish: messages and tools as an OpenAI client sends them, and the call that is right."""
 
     messages: list[dict[str, str]]
     tools: list[dict[str, object]]

@@ -1,6 +1,7 @@
 """Draws argument values for the examination's tools and schemas.
 
-Owns the drawing only; the words come from `families`. Invariant: a value's JSON type follows its field's kind.
+Owns the drawing only; the words come from `families`. Knows no question.
+Invariant: a value's JSON type follows its field's kind.
 """
 
 from __future__ import annotations
