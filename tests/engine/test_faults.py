@@ -189,7 +189,7 @@ def test_pictures_are_split_over_chunks_as_if_in_one(
 def test_pictures_of_several_requests_take_turns_in_a_small_cache(
     make: Make, model: HybridModel
 ) -> None:
-    core = make(budget=32, encoder_tokens=12)
+    core = make(budget=9, encoder_tokens=12)
     wholes: dict[str, list[int | tuple[int, int]]] = {
         "a": [6, (1, 9), 4, (2, 5), 3],
         "b": [3, (3, 8), (4, 12), 2],

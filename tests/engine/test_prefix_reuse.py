@@ -103,6 +103,17 @@ def test_five_branches_off_one_prompt(make: Make) -> None:
         assert assert_hit_equals_miss(core, make, branch) >= 0.8 * 200
 
 
+def test_where_a_second_text_left_the_first_a_third_starts(make: Make) -> None:
+    memory = MemoryOptions(snapshot_tokens=10**6)  # no regular snapshots: only the branch point
+    core = make(memory=memory, budget=256)
+    stem = text(1, 100)
+    branches = [[*stem, *text(10 + i, 30)] for i in range(3)]
+    assert run(core, branches[0])[2] == 0
+    events = ask(core, branches[1], SCORED)
+    assert prompt_of(events, "a").miss == "no_snapshot"
+    assert assert_hit_equals_miss(core, make, branches[2]) == 96
+
+
 @pytest.mark.parametrize("edit", [0.3, 0.5, 0.9])
 def test_an_edited_middle(make: Make, edit: float) -> None:
     base = text(1, 400)
