@@ -75,8 +75,8 @@ class KeyChain:
         for picture in self._pictures:  # later blocks inherit it through their parent's key
             if start <= picture.start < start + self.block_size:
                 name = picture.content_hash.encode()
-                where = (picture.start - start).to_bytes(8, "little")
-                digest.update(where + len(name).to_bytes(8, "little") + name)
+                sizes = (picture.start - start, picture.num_tokens, len(name))
+                digest.update(b"".join(n.to_bytes(8, "little") for n in sizes) + name)
         return digest.digest()
 
 

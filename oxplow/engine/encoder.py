@@ -58,14 +58,14 @@ class EncoderCache:
 
     def is_resident(self, picture: Picture) -> bool:
         """Tell whether a picture's rows are here."""
-        return picture.rows is not None or picture.span.content_hash in self._rows
+        return picture.rows is not None or _name(picture) in self._rows
 
     def rows(self, picture: Picture) -> Tensor:
         """Return a resident picture's rows [num_tokens, hidden]."""
         if isinstance(picture.rows, Tensor):
             return picture.rows
-        self._rows.move_to_end(picture.span.content_hash)
-        return self._rows[picture.span.content_hash]
+        self._rows.move_to_end(_name(picture))
+        return self._rows[_name(picture)]
 
     def encode_next(self, wanted: Iterable[Picture]) -> bool:
         """Encode the first wanted picture that is missing and fits beside those before it.
@@ -75,7 +75,7 @@ class EncoderCache:
         kept: set[str] = set()
         used = 0
         for picture in wanted:
-            name, count = picture.span.content_hash, picture.span.num_tokens
+            name, count = _name(picture), picture.span.num_tokens
             if picture.rows is not None or name in kept:
                 continue
             if used + count > self._max_tokens:
@@ -87,7 +87,7 @@ class EncoderCache:
                 try:
                     self._rows[name] = self._encoded(picture)
                 except OxplowError as error:
-                    self.failures[name] = str(error)
+                    self.failures[picture.span.content_hash] = str(error)
                 return True
         return False
 
@@ -110,6 +110,11 @@ class EncoderCache:
             if self.num_tokens + count <= self._max_tokens:
                 return
             del self._rows[name]
+
+
+def _name(picture: Picture) -> str:
+    """Name rows by content and count: a hash that lies about the size harms nobody else."""
+    return f"{picture.span.content_hash}/{picture.span.num_tokens}"
 
 
 def _refusal(what: str, got: object, wanted: object) -> RequestError:

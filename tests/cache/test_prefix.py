@@ -73,7 +73,8 @@ def test_a_picture_changes_the_keys_from_its_first_block_on() -> None:
     dog = keys_of(text, (PictureSpan(5, 6, "dog"),))
     moved = keys_of(text, (PictureSpan(6, 6, "cat"),))
     assert cat[0] == dog[0] == keys_of(text)[0]
-    assert len({cat[1], dog[1], moved[1], keys_of(text)[1]}) == 4
+    longer = keys_of(text, (PictureSpan(5, 7, "cat"),))
+    assert len({cat[1], dog[1], moved[1], longer[1], keys_of(text)[1]}) == 5
     assert len({cat[3], dog[3], moved[3]}) == 3
 
 

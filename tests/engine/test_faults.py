@@ -277,6 +277,17 @@ def test_a_picture_that_the_tower_refuses_fails_its_request_only(
     assert_all_free(core)
 
 
+def test_one_hash_with_two_sizes_does_not_mix_rows(make: Make, model: HybridModel) -> None:
+    core = make()
+    for tokens in (6, 9):
+        built = pictured(model, [10, (1, tokens), 5])
+        (picture,) = built["pictures"]
+        span = PictureSpan(picture.span.start, tokens, "same name")
+        renamed = Picture(span=span, pixel_values=picture.pixel_values, grid_thw=picture.grid_thw)
+        events = ask(core, built["prompt_ids"], pictures=(renamed,))
+        assert answer(events, "a") == with_pictures(model, [10, (1, tokens), 5])
+
+
 @pytest.mark.parametrize(
     "spans",
     [
