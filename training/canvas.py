@@ -1,7 +1,7 @@
 """The picture processor's geometry and patches, for training and its quick evaluation.
 
-Owns the canvas rule of model.md section 10. Invariant: equals transformers' `Glm5NextImageProcessorPil`
-(tests/training/test_pictures.py).
+Owns the canvas rule of model.md section 10. Invariant: equals transformers'
+`Glm5NextImageProcessorPil` (tests/training/test_pictures.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Canvas:
 
 
 def fit_canvas(height: int, width: int) -> Canvas:
-    """Return the canvas of a picture of at least one pixel a side and far below the upper budget."""
+    """Return the canvas of a picture of one pixel a side or more, far below the upper budget."""
     rows, cols = math.ceil(height / BLOCK), math.ceil(width / BLOCK)
     if rows * cols < MIN_TOKENS:
         scale = math.sqrt(MIN_TOKENS * BLOCK * BLOCK / (height * width))

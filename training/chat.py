@@ -1,7 +1,8 @@
 """Conversations as weighted text, exactly as the chat template writes them.
 
-Owns the mapping from turns to segments and the loss weights. It must not know topics. Invariant: the joined text of a
-conversation equals `chat_template.jinja` rendered on the same messages (tests/training/test_chat.py).
+Owns the mapping from turns to segments and the loss weights. It must not know topics. Invariant:
+the joined text of a conversation equals `chat_template.jinja` rendered on the same messages
+(tests/training/test_chat.py).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ Effort = Literal["Low", "High", "Max"]
 JsonValue = str | int | float | bool | list[str] | list[int]
 Segment = tuple[str | list[int], float]
 TOOLS_HEAD = (
-    "# Tools\nCall a tool as <tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
-    "</tool_call>\n<tools>\n"
+    "# Tools\nCall a tool as <tool_call>{name}<arg_key>{key}</arg_key>"
+    "<arg_value>{value}</arg_value></tool_call>\n<tools>\n"
 )
 START = "[gMASK]<sop><|system|>Reasoning Effort: "
 
@@ -32,8 +33,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange: what the user says (text, or ready tokens for parts of it), the reasoning or None for thinking off,
-    the answer, and optionally calls whose responses lead to the answer."""
+    """One exchange: what the user says (text, or ready tokens for parts of it), the reasoning or
+    None for thinking off, the answer, and optionally calls whose responses lead to the answer.
+    """
 
     user: str | Sequence[str | list[int]]
     answer: str | list[int]
@@ -56,10 +58,10 @@ class Conversation:
 
 def write_call(call: Call) -> str:
     """Return a call in the released form: strings raw, everything else JSON, no newlines."""
-    parts = [
-        f"<arg_key>{key}</arg_key><arg_value>{value if isinstance(value, str) else json.dumps(value)}</arg_value>"
-        for key, value in call.arguments.items()
-    ]
+    parts = []
+    for key, value in call.arguments.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        parts.append(f"<arg_key>{key}</arg_key><arg_value>{text}</arg_value>")
     return f"<tool_call>{call.name}{''.join(parts)}</tool_call>"
 
 
@@ -75,7 +77,9 @@ def head_text(conversation: Conversation) -> str:
 def reply_segments(
     reasoning: str | None, answer: str | list[int], end: str, weight: float
 ) -> list[Segment]:
-    """Return an assistant turn: the opened think part is given, its content learnt, or closed at once."""
+    """Return an assistant turn: the opened think part is given, its content learnt, or closed at
+    once.
+    """
     opened: list[Segment] = [("<|assistant|><think>", CONTEXT)]
     think: Segment = ("</think>", CONTEXT) if reasoning is None else (f"{reasoning}</think>", THINK)
     if isinstance(answer, str):
@@ -84,7 +88,9 @@ def reply_segments(
 
 
 def segments_of(conversation: Conversation) -> list[Segment]:
-    """Return the conversation as segments; it ends with the token that would open the next user turn."""
+    """Return the conversation as segments; it ends with the token that would open the next user
+    turn.
+    """
     out: list[Segment] = [(head_text(conversation) + "<|user|>", CONTEXT)]
     for turn in conversation.turns:
         pieces = [turn.user] if isinstance(turn.user, str) else turn.user

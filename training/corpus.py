@@ -1,7 +1,8 @@
 """Builds the token corpus of the nano model from installed packages and permissive documents.
 
-Owns gathering, filtering, removal of duplicates, the byte-level BPE and the transport form (xz'd uint16). It must not know the
-model. Invariant: a held-out package or document (`families.HELD_OUT`) never reaches a training token.
+Owns gathering, filtering, removal of duplicates, the byte-level BPE and the transport form (xz'd
+uint16). It must not know the model. Invariant: a held-out package or document (`families.HELD_OUT`)
+never reaches a training token.
 
     python -m training.corpus gather --out WORK --packages DIR.. --documents DIR..
     python -m training.corpus tokenizer --out WORK
@@ -26,18 +27,18 @@ from pathlib import Path
 import numpy as np
 
 from training.families import HELD_OUT
+from training.lists import words
 
-SPECIAL_TOKENS: tuple[str, ...] = tuple(
-    (
-        "<|endoftext|> [MASK] [gMASK] [sMASK] <sop> <eop> <|system|> <|user|> <|assistant|> "
-        "<|observation|> <|begin_of_image|> <|end_of_image|> <|begin_of_video|> <|end_of_video|> "
-        "<|begin_of_audio|> <|end_of_audio|> <think> </think> <tool_call> </tool_call> "
-        "<tool_response> </tool_response> <arg_key> </arg_key> <arg_value> </arg_value> "
-        "<|image|> <|video|>"
-    ).split()
+SPECIAL_TOKENS: tuple[str, ...] = words(
+    "<|endoftext|> [MASK] [gMASK] [sMASK] <sop> <eop> <|system|> <|user|> <|assistant|> "
+    "<|observation|> <|begin_of_image|> <|end_of_image|> <|begin_of_video|> <|end_of_video|> "
+    "<|begin_of_audio|> <|end_of_audio|> <think> </think> <tool_call> </tool_call> "
+    "<tool_response> </tool_response> <arg_key> </arg_key> <arg_value> </arg_value> "
+    "<|image|> <|video|>"
 )
 VOCAB_SIZE = 8192
-# Words, numbers digit by digit (recall of numbers wants that), punctuation runs, line breaks, blanks.
+# Words, numbers digit by digit (recall of numbers wants that), punctuation runs, line breaks,
+# blanks.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -68,7 +69,9 @@ class Seen:
     documents: set[bytes] = field(default_factory=set)
 
     def fresh(self, text: str) -> bool:
-        """Return whether the text is new enough to keep; a kept text's lines count as seen afterwards."""
+        """Return whether the text is new enough to keep; a kept text's lines count as seen
+        afterwards.
+        """
         mark = hashlib.blake2b(text.encode("utf-8", "ignore"), digest_size=12).digest()
         if mark in self.documents:
             return False
@@ -91,7 +94,7 @@ def html_to_text(page: str) -> str:
 
 
 def is_plain(text: str) -> bool:
-    """Return whether the text looks like code or prose rather than data tables or another script."""
+    """Return whether the text looks like code or prose, not data tables or another script."""
     if not MIN_FILE_BYTES <= len(text) <= MAX_FILE_BYTES:
         return False
     sample = text[:20_000]
@@ -102,7 +105,9 @@ def is_plain(text: str) -> bool:
 
 
 def package_files(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the Python and reStructuredText files in a folder, a wheel, or a folder of wheels."""
+    """Yield (name, text) of the Python and reStructuredText files in a folder, a wheel, or a folder
+    of wheels.
+    """
     if root.suffix == ".whl":
         with zipfile.ZipFile(root) as archive:
             for name in sorted(archive.namelist()):
@@ -117,7 +122,9 @@ def package_files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def document_files(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of documents: plain text, reStructuredText, Markdown, HTML, and texts inside zip files."""
+    """Yield (name, text) of documents: plain text, reStructuredText, Markdown, HTML, and texts
+    inside zip files.
+    """
     for path in sorted(root.rglob("*")):
         name = str(path.relative_to(root))
         if not path.is_file() or path.is_symlink():
@@ -180,7 +187,9 @@ def read_texts(path: Path) -> list[str]:
 
 
 def train_tokenizer(out: Path, sample_bytes: int = 40_000_000) -> None:
-    """Train the byte-level BPE on a sample (code and documents half and half) and write WORK/tokenizer.json."""
+    """Train the byte-level BPE on a sample (code and documents half and half) and write
+    WORK/tokenizer.json.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     rng = random.Random(0)
@@ -213,7 +222,9 @@ def train_tokenizer(out: Path, sample_bytes: int = 40_000_000) -> None:
 
 
 def mix_to_share(code: list[str], docs: list[str], docs_share: float) -> list[str]:
-    """Return code and documents together, the longer side cut so that documents make up the share of characters."""
+    """Return code and documents together, the longer side cut so that documents make up the share
+    of characters.
+    """
     code_size, docs_size = sum(map(len, code)), sum(map(len, docs))
     total = min(docs_size / docs_share, code_size / (1 - docs_share))
     kept: list[str] = []
@@ -227,9 +238,11 @@ def mix_to_share(code: list[str], docs: list[str], docs_share: float) -> list[st
 
 
 def tokenise(out: Path, limit_bytes: int, docs_share: float) -> None:
-    """Write WORK/tokens_NN.xz (uint16 documents closed by <|endoftext|>) until the packed size reaches the limit.
+    """Write WORK/tokens_NN.xz (uint16 documents closed by <|endoftext|>) until the packed size
+    reaches the limit.
 
-    Documents are shuffled; shards of about 12 M tokens are packed one by one so that the limit is met by dropping the last.
+    Documents are shuffled; shards of about 12 M tokens are packed one by one so that the limit is
+    met by dropping the last.
     """
     from tokenizers import Tokenizer
 

@@ -1,8 +1,9 @@
 """Quick evaluation of a training state on the examination's held-out items.
 
-Owns the training-side figures: teacher-forced exactness (all answer tokens are the argmax, which is what greedy decoding
-would give), bits a byte, MTP acceptance by teacher forcing and on self-generated text. The product's own figures come from
-`oxplow eval`. Invariant: the weights are rounded to their stored form first.
+Owns the training-side figures: teacher-forced exactness (all answer tokens are the argmax, which is
+what greedy decoding would give), bits a byte, MTP acceptance by teacher forcing and on self-
+generated text. The product's own figures come from `oxplow eval`. Invariant: the weights are
+rounded to their stored form first.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class Judge:
         rows, length = batch.ids.shape[0], batch.ids.shape[1] - 2
         ids = torch.from_numpy(batch.ids).long().to(self.device)
         places = torch.from_numpy(batch.places).to(self.device)
-        # Gradients stay enabled: the compiled graphs of training are reused, nothing is propagated back.
+        # Gradients stay enabled: the compiled graphs of training are reused, nothing is propagated
+        # back.
         state, draft = self.model(
             ids[:, :-1], Pass(rows, length, sparse), pictures, places if pictures else None
         )
@@ -103,7 +105,7 @@ class Judge:
         sparse: bool,
         shown: list[tuple[np.ndarray, int, int]] | None = None,
     ) -> Tally:
-        """Tally rows of at most `length` + 2 tokens; `shown` holds one (patches, rows, cols) a row."""
+        """Tally rows of at most `length` + 2 tokens; `shown`: one (patches, rows, cols) a row."""
         tally, size = Tally(), max(1, self.tokens // length)
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
@@ -126,7 +128,9 @@ class Judge:
     def count(
         self, tally: Tally, batch: Batch, used: int, seen: tuple[np.ndarray, np.ndarray, np.ndarray]
     ) -> None:
-        """Add the first `used` rows: exactness of each row's answer, corpus loss, MTP agreement with the trunk."""
+        """Add the first `used` rows: exactness of each row's answer, corpus loss, MTP agreement
+        with the trunk.
+        """
         best, draft, loss = seen
         target, weight = batch.ids[:, 1:-1], batch.weights[:, 1:-1]
         for index in range(used):
@@ -178,7 +182,9 @@ class Judge:
         return self.run([self.encode_all(Conversation((turn,))) for turn in turns], 512, sparse)
 
     def pictures(self, count: int, shift: int = 0) -> dict[str, dict[str, float]]:
-        """Pictures by kind; `shift` swaps the pictures between questions (accuracy must fall to chance)."""
+        """Pictures by kind; `shift` swaps the pictures between questions (accuracy must fall to
+        chance).
+        """
         items, rows, shown = build_pictures(count), [], []
         for index, item in enumerate(items):
             pixels, canvas = patches_of(items[(index + shift) % count].image)
@@ -197,7 +203,9 @@ class Judge:
         }
 
     def held_out(self, kind: str, passes: int, sparse: bool) -> dict[str, float]:
-        """Bits a byte over held-out text in rows of 2,048 tokens, and MTP acceptance by teacher forcing."""
+        """Bits a byte over held-out text in rows of 2,048 tokens, and MTP acceptance by teacher
+        forcing.
+        """
         text, length = read_held_out()[kind], 2048
         ids = self.encode(text)
         count = min(passes * self.tokens // length, (len(ids) - 2) // length)
@@ -207,7 +215,9 @@ class Judge:
         return out | {"bits_per_byte": round(out["loss"] / math.log(2) * tokens_a_byte, 4)}
 
     def self_generated(self, kind: str, prompt: int = 256, generated: int = 96) -> dict[str, float]:
-        """MTP acceptance on greedy text of the model's own: a draft counts if it is the token that follows."""
+        """MTP acceptance on greedy text of the model's own: a draft counts if it is the token that
+        follows.
+        """
         ids = self.encode(read_held_out()[kind])
         length = 512
         size, rng = self.tokens // length, random.Random(5)
@@ -241,7 +251,9 @@ def round_to_stored(model: Nano) -> None:
 
 
 def evaluate(judge: Judge, stacks: dict[int, int], quick: bool) -> dict[str, object]:
-    """Return every figure; `stacks` maps a context length to its number of haystacks, `quick` leaves out dense attention."""
+    """Return every figure; `stacks` maps a context length to its number of haystacks, `quick`
+    leaves out dense attention.
+    """
     judge.model.eval()
     out: dict[str, object] = {}
     for sparse in (True,) if quick else (True, False):
@@ -249,9 +261,9 @@ def evaluate(judge: Judge, stacks: dict[int, int], quick: bool) -> dict[str, obj
         for length, count in stacks.items():
             out[f"needle_{length}_{name}"] = judge.needle(length, count, sparse).summary()
         for kind in ("code", "prose"):
-            out[f"held_out_{kind}_{name}"] = judge.held_out(kind, 2 if quick else 6, sparse)
-        out[f"tool_call_{name}"] = judge.tools(128 if quick else 384, sparse).summary()
-        out[f"json_{name}"] = judge.json(128 if quick else 384, sparse).summary()
+            out[f"held_out_{kind}_{name}"] = judge.held_out(kind, 2 if quick else 4, sparse)
+        out[f"tool_call_{name}"] = judge.tools(128 if quick else 256, sparse).summary()
+        out[f"json_{name}"] = judge.json(128 if quick else 256, sparse).summary()
     out["picture"] = judge.pictures(192 if quick else 600)
     out["picture_swapped"] = judge.pictures(192, shift=7)
     if not quick:

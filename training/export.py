@@ -1,7 +1,8 @@
 """Writes a trained state as a released-layout checkpoint directory.
 
-Owns tensor names, dtypes, shards, configs, tokenizer files and the chat template. It must not know training. Invariant:
-names, shapes and dtypes are those of model.md section 11; a shard stays below 16 MiB; transformers loads the folder.
+Owns tensor names, dtypes, shards, configs, tokenizer files and the chat template. It must not know
+training. Invariant: names, shapes and dtypes are those of model.md section 11; a shard stays below
+16 MiB; transformers loads the folder.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ def block_tensors(state: State, at: str) -> Named:
 
 
 def vision_tensors(state: State, shape: NanoShape) -> Named:
-    """Yield released names of the vision tower; the still patch weight is halved over the two temporal slots."""
+    """Yield released names of the vision tower; the still patch weight is halved over the two
+    temporal slots.
+    """
     size, patch = shape.vision.hidden, shape.vision.patch
     still = state["vision.patch"].view(size, 3, 1, patch, patch) / 2
     yield "patch_embed.proj.weight", still.expand(-1, -1, 2, -1, -1)
@@ -155,7 +158,9 @@ def released_tensors(state: State, shape: NanoShape) -> Named:
 
 
 def stored(name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor in its stored dtype: fp32 for the exponentiated and the biases of choice, else bf16."""
+    """Return the tensor in its stored dtype: fp32 for the exponentiated and the biases of choice,
+    else bf16.
+    """
     dtype = torch.float32 if name.endswith(FP32_SUFFIXES) else torch.bfloat16
     return tensor.detach().to("cpu", dtype).contiguous().clone()
 
@@ -229,7 +234,9 @@ def write_configs(out: Path, shape: NanoShape, tokenizer_file: Path, template: P
 def export_checkpoint(
     out: Path, state: State, shape: NanoShape, tokenizer_file: Path, template: Path
 ) -> int:
-    """Write the whole checkpoint directory and return the bytes of its tensors; existing shards are removed first."""
+    """Write the whole checkpoint directory and return the bytes of its tensors; existing shards are
+    removed first.
+    """
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("model*.safetensors*"):
         old.unlink()

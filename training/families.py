@@ -1,7 +1,8 @@
 """Words, templates and sources that only training uses.
 
-Owns plain data and the word filter. The examination's half lies in `oxplow/feedback/exam/families.py`; a test intersects
-the two. Invariant: no template, tool name, schema field, value word, haystack source or picture seed stands in both.
+Owns plain data and the word filter. The examination's half lies in
+`oxplow/feedback/exam/families.py`; a test intersects the two. Invariant: no template, tool name,
+schema field, value word, haystack source or picture seed stands in both.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from collections import Counter
 
 from oxplow.feedback.exam import families as exam
+from training.lists import words
 
 HELD_OUT: frozenset[str] = frozenset(
     name.split(".")[0] for name in exam.HELD_OUT_CODE + exam.HELD_OUT_PROSE
@@ -53,21 +55,24 @@ SINGLE_FACTS: tuple[tuple[str, str], ...] = (
     (" Note that {n} means {v}. ", "What does {n} mean here?"),
 )
 
-TOOL_VERBS: tuple[str, ...] = tuple(
-    "get set list create delete update send search start stop open close move copy rename schedule cancel "
-    "convert measure book find play pause add remove check order print scan upload download count sort filter "
-    "show hide turn_on turn_off lookup fetch reset enable disable archive restore assign merge split".split()
+TOOL_VERBS: tuple[str, ...] = words(
+    "get set list create delete update send search start stop open close move copy rename "
+    "schedule cancel convert measure book find play pause add remove check order print scan "
+    "upload download count sort filter show hide turn_on turn_off lookup fetch reset enable "
+    "disable archive restore assign merge split"
 )
-TOOL_OBJECTS: tuple[str, ...] = tuple(
-    "light file user order ticket volume sensor message report alarm camera door task invoice server backup "
-    "playlist flight room timer weather email event contact photo document account session device payment "
-    "reminder song video hotel table product price note folder calendar thermostat window printer route".split()
+TOOL_OBJECTS: tuple[str, ...] = words(
+    "light file user order ticket volume sensor message report alarm camera door task invoice "
+    "server backup playlist flight room timer weather email event contact photo document "
+    "account session device payment reminder song video hotel table product price note folder "
+    "calendar thermostat window printer route"
 )
-FIELDS: tuple[str, ...] = tuple(
-    "name level size color path city date count mode limit target priority format user_id zone speed title unit "
-    "language email location query amount id type status message time start end duration category address phone "
-    "age price quantity description enabled verbose recursive force public tags width height value key label "
-    "country state currency brightness temperature subject body owner version host port total score rating".split()
+FIELDS: tuple[str, ...] = words(
+    "name level size color path city date count mode limit target priority format user_id "
+    "zone speed title unit language email location query amount id type status message time "
+    "start end duration category address phone age price quantity description enabled verbose "
+    "recursive force public tags width height value key label country state currency "
+    "brightness temperature subject body owner version host port total score rating"
 )
 TOOL_WISHES: tuple[str, ...] = (
     "Please {task} with {arguments}.",
@@ -98,20 +103,76 @@ ARGUMENTS: tuple[str, ...] = (
     "a {k} of {v}",
 )
 # What stands between a field and its value.
-CONNECTORS: tuple[str, ...] = tuple(
-    "shall be|needs to be|has to be|ought to be|would be|can be|stays|becomes|reads|gets|takes|means|holds|"
-    "stands at|comes to|amounts to|matches|being|->|=>|==|:=|~|at|to|with value|with the value|having value|"
-    "given as|specified as|chosen as|fixed at|noted as|marked|listed as|entered as|=|:|is|as|of|was|goes to|"
-    "turns into|is now|is just|will be|must be|may be|equal to|is equal to|exactly|like|per|under|in".split("|")
+CONNECTORS: tuple[str, ...] = words(
+    "shall be|needs to be|has to be|ought to be|would be|can be|stays|becomes|reads|gets|"
+    "takes|means|holds|stands at|comes to|amounts to|matches|being|->|=>|==|:=|~|at|to|"
+    "with value|with the value|having value|given as|specified as|chosen as|fixed at|"
+    "noted as|marked|listed as|entered as|=|:|is|as|of|was|goes to|turns into|is now|is just|"
+    "will be|must be|may be|equal to|is equal to|exactly|like|per|under|in",
+    "|",
 )
-SEPARATORS: tuple[str, ...] = (": ", " = ", "=", " -> ", " => ", " | ", " :: ", " ~ ", " .. ", " == ", " := ", "\t", " - ", " / ")
+SEPARATORS: tuple[str, ...] = (
+    ": ",
+    " = ",
+    "=",
+    " -> ",
+    " => ",
+    " | ",
+    " :: ",
+    " ~ ",
+    " .. ",
+    " == ",
+    " := ",
+    "\t",
+    " - ",
+    " / ",
+)
 LEADS: tuple[str, ...] = (
-    "please ", "kindly ", "I would like to ", "you should ", "it is time we ", "do ", "go ahead and ", "we must ",
-    "today ", "remember that ", "for the record, ", "I heard that ", "someone said that ", "it turns out that ",
-    "as agreed, ", "by the way, ", "according to the list, ", "we know that ", "note: ", "help me ", "can we ",
-    "may I ask you to ", "now ", "then ", "first ", "next, ", "my boss wants to ", "let me ", "try to ", "quick: ",
+    "please ",
+    "kindly ",
+    "I would like to ",
+    "you should ",
+    "it is time we ",
+    "do ",
+    "go ahead and ",
+    "we must ",
+    "today ",
+    "remember that ",
+    "for the record, ",
+    "I heard that ",
+    "someone said that ",
+    "it turns out that ",
+    "as agreed, ",
+    "by the way, ",
+    "according to the list, ",
+    "we know that ",
+    "note: ",
+    "help me ",
+    "can we ",
+    "may I ask you to ",
+    "now ",
+    "then ",
+    "first ",
+    "next, ",
+    "my boss wants to ",
+    "let me ",
+    "try to ",
+    "quick: ",
 )
-TAILS: tuple[str, ...] = (".", ".", "", "!", "?", " please.", ", please.", " now.", " today.", ". Thanks.", ". Cheers!", " for us.")
+TAILS: tuple[str, ...] = (
+    ".",
+    ".",
+    "",
+    "!",
+    "?",
+    " please.",
+    ", please.",
+    " now.",
+    " today.",
+    ". Thanks.",
+    ". Cheers!",
+    " for us.",
+)
 JSON_WISHES: tuple[str, ...] = (
     "Write a JSON object with {arguments}.",
     "Answer with JSON that matches this schema: {schema}\n{arguments}.",
@@ -170,13 +231,18 @@ DESCRIBE_QUESTIONS: tuple[str, ...] = (
 
 # Words that carry the examination's templates: made-up phrasings must not rebuild them.
 EXAM_PHRASE_WORDS: frozenset[str] = frozenset(
-    "registered register registry filed ledger answers answer maps map equals entry known fill reply follows".split()
+    words(
+        "registered register registry filed ledger answers answer maps map equals entry "
+        "known fill reply follows "
+    )
 )
 WORD = re.compile(r"(?<![A-Za-z0-9_.])[A-Za-z][a-z]{2,11}(?![A-Za-z0-9_])")
 
 
 def training_words(text: str, least: int = 2) -> list[str]:
-    """Return the lower-case words that stand at least `least` times in a text, without the examination's."""
+    """Return the lower-case words that stand at least `least` times in a text, without the
+    examination's.
+    """
     counts = Counter(word.lower() for word in WORD.findall(text))
     allowed = {word for word, count in counts.items() if count >= least}
     return sorted(allowed - exam.WORDS - EXAM_PHRASE_WORDS)

@@ -1,7 +1,8 @@
 """The few operations whose fast form differs between a GPU and the CPU rehearsal.
 
-Owns the choice: `cpu_backend()` is plain torch in fp32, `gpu_backend()` uses Triton, FLA and torch.compile in bf16. It must
-not know the model. Invariant: both backends compute the same functions; only rounding differs.
+Owns the choice: `cpu_backend()` is plain torch in fp32, `gpu_backend()` uses Triton, FLA and
+torch.compile in bf16. It must not know the model. Invariant: both backends compute the same
+functions; only rounding differs.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 EPS = 1e-5
 HC_EPS = 1e-6
@@ -19,7 +20,9 @@ HC_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class KdaInputs:
-    """Raw inputs of one KDA call: conv output [B, T, H, D] each, gate logits, beta logits, decay parameters."""
+    """Raw inputs of one KDA call: conv output [B, T, H, D] each, gate logits, beta logits, decay
+    parameters.
+    """
 
     q: Tensor
     k: Tensor
@@ -51,16 +54,18 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply by an fp32 master weight cast to x's dtype."""
-    return F.linear(x, weight.to(x.dtype))
+    return functional.linear(x, weight.to(x.dtype))
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float = 10.0) -> Tensor:
     """Clamped SwiGLU: the gate has no lower clamp."""
-    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
 def recurrent_kda(x: KdaInputs) -> Tensor:
-    """KDA token by token in fp32 (model.md section 4); shapes as in KdaInputs, returns [B, T, H, D]."""
+    """KDA token by token in fp32 (model.md section 4); shapes as in KdaInputs, returns [B, T, H,
+    D].
+    """
     heads, dim = x.q.shape[2:]
     unit = [
         a.float() * torch.rsqrt(a.float().square().sum(-1, keepdim=True) + 1e-6) for a in (x.q, x.k)
@@ -80,8 +85,8 @@ def recurrent_kda(x: KdaInputs) -> Tensor:
 
 def torch_conv(u: Tensor, weight: Tensor) -> Tensor:
     """Causal depthwise convolution of width 4 and SiLU; u [B, T, C], weight [C, 4]."""
-    padded = F.pad(u.mT, (3, 0))
-    return F.silu(F.conv1d(padded, weight[:, None], groups=u.shape[-1])).mT
+    padded = functional.pad(u.mT, (3, 0))
+    return functional.silu(functional.conv1d(padded, weight[:, None], groups=u.shape[-1])).mT
 
 
 def torch_sinkhorn(c: Tensor) -> Tensor:
@@ -122,7 +127,9 @@ class ProductFp32(torch.autograd.Function):
 
 
 def pin_fla_autotuning() -> None:
-    """Take one configuration per FLA kernel: its tuning of up to 36 variants costs minutes of compilation."""
+    """Take one configuration per FLA kernel: its tuning of up to 36 variants costs minutes of
+    compilation.
+    """
     from triton.runtime.autotuner import Autotuner
 
     original = Autotuner.run
@@ -142,7 +149,9 @@ def pin_fla_autotuning() -> None:
 
 
 def gpu_backend() -> Backend:
-    """Triton, FLA and torch.compile in bf16; imports them here so that the CPU rehearsal needs none."""
+    """Triton, FLA and torch.compile in bf16; imports them here so that the CPU rehearsal needs
+    none.
+    """
     pin_fla_autotuning()
     from fla.modules.causal_conv1d import causal_conv1d
     from fla.ops.kda import chunk_kda

@@ -1,7 +1,8 @@
 """The trunk's layers in their training form.
 
-Owns mHC sites, KDA, MLA with the pooled indexer, feed-forwards and the block that joins them. It must not know data or the
-optimiser. Invariant: the same sums as the released architecture (model.md sections 2 to 7); parameters are fp32 masters.
+Owns mHC sites, KDA, MLA with the pooled indexer, feed-forwards and the block that joins them. It
+must not know data or the optimiser. Invariant: the same sums as the released architecture (model.md
+sections 2 to 7); parameters are fp32 masters.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from training.kernels import EPS, HC_EPS, Backend, KdaInputs, linear, rms_norm, swiglu
 from training.shape import NanoShape
@@ -23,7 +24,8 @@ SELECT_SLICE = 1024
 class Pass:
     """What one forward pass is told, and the alignment terms that it leaves behind.
 
-    `positions` [P] are the queries whose pool scores are aligned with attention mass; None leaves the indexer alone.
+    `positions` [P] are the queries whose pool scores are aligned with attention mass; None leaves
+    the indexer alone.
     """
 
     num_rows: int
@@ -144,7 +146,7 @@ class Indexer(nn.Module):
         self.key_norm = nn.LayerNorm(self.dim, eps=1e-6)
 
     def parts(self, x: Tensor, low_rank: Tensor, run: Pass) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, T, H, d], pool keys [B, T/4, d] fp32 and head weights [B, T, H] fp32."""
+        """Return queries [B, T, H, d], fp32 pool keys [B, T/4, d] and head weights [B, T, H]."""
         rows, length = run.num_rows, run.length
         key = self.key_norm(linear(x, self.key).float()).view(
             rows, length // self.pool, self.pool, -1
@@ -187,7 +189,7 @@ class MlaLayer(nn.Module):
         if select or run.positions is not None:
             parts = self.indexer.parts(x.detach(), low_rank.detach(), run)
         bias = self.selection_bias(parts, run, q.dtype) if select else None
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None)
+        o = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None)
         if run.positions is not None:
             self.align(q, k, parts, run)
         return linear(o.transpose(1, 2).reshape(rows * length, -1), self.out)
@@ -196,7 +198,9 @@ class MlaLayer(nn.Module):
     def selection_bias(
         self, parts: tuple[Tensor, Tensor, Tensor], run: Pass, dtype: torch.dtype
     ) -> Tensor:
-        """Return [B, H, T, T] (expanded over heads): 0 for selected pools and the raw tail, -inf elsewhere."""
+        """Return [B, H, T, T] (expanded over heads): 0 for selected pools and the raw tail, -inf
+        elsewhere.
+        """
         query, pools, weight = parts
         length, pool, device = run.length, self.shape.pool, query.device
         last = torch.arange(length // pool, device=device) * pool + pool - 1
@@ -218,7 +222,9 @@ class MlaLayer(nn.Module):
         return bias.expand(-1, self.shape.num_heads, -1, -1)
 
     def align(self, q: Tensor, k: Tensor, parts: tuple[Tensor, Tensor, Tensor], run: Pass) -> None:
-        """Append KL(attention mass of complete pools || softmax of pool scores) at the sampled positions."""
+        """Append KL(attention mass of complete pools || softmax of pool scores) at the sampled
+        positions.
+        """
         query, pools, weight = parts
         t, pool, length = run.positions, self.shape.pool, run.length
         last = torch.arange(length // pool, device=q.device) * pool + pool - 1
@@ -244,7 +250,9 @@ def dense_activation(hidden: Tensor) -> Tensor:
 
 
 def expert_activation(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Clamped SwiGLU of [gates of all experts | ups of all experts], each expert scaled by its weight [N, E]."""
+    """Clamped SwiGLU of [gates of all experts | ups of all experts], each expert scaled by its
+    weight [N, E].
+    """
     gate, up = hidden.float().chunk(2, -1)
     experts = weight.shape[1]
     y = swiglu(gate, up).view(-1, experts, gate.shape[1] // experts) * weight[:, :, None]
@@ -254,7 +262,8 @@ def expert_activation(hidden: Tensor, weight: Tensor) -> Tensor:
 class FeedForward(nn.Module):
     """Dense SwiGLU, or a sigmoid-routed MoE with one shared expert (the last slot).
 
-    All experts run as one wide product, weight 0 for unpicked ones: the same sums, fastest at 16 small experts.
+    All experts run as one wide product, weight 0 for unpicked ones: the same sums, fastest at 16
+    small experts.
     """
 
     def __init__(self, shape: NanoShape, backend: Backend, routed: bool) -> None:
@@ -277,8 +286,10 @@ class FeedForward(nn.Module):
         return linear(active, self.down.permute(1, 0, 2).flatten(1))
 
     def weights(self, x: Tensor) -> Tensor:
-        """Return [N, E + 1]: normalised unbiased scores of the picked experts, 1 for the shared one."""
-        score = torch.sigmoid(F.linear(x.float(), self.router))
+        """Return [N, E + 1]: normalised unbiased scores of the picked experts, 1 for the shared
+        one.
+        """
+        score = torch.sigmoid(functional.linear(x.float(), self.router))
         picked = (score + self.bias).topk(self.shape.experts_per_token).indices
         mask = torch.zeros_like(score).scatter_(1, picked, 1.0)
         if self.training:

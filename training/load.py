@@ -25,7 +25,8 @@ def read_shards(folder: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_checkpoint(model: Nano, folder: Path) -> None:
-    """Copy a checkpoint into the model: every released tensor is a view of a training tensor or a known reshape of one.
+    """Copy a checkpoint into the model: every released tensor is a view of a training tensor or a
+    known reshape of one.
 
     Raises: KeyError for a missing tensor.
     """

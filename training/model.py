@@ -1,14 +1,15 @@
 """The nano model in its training form: embedding, trunk, MTP block, vision tower.
 
-Owns the forward pass over fixed-length rows. It must not know data formats or the optimiser. Invariant: text logits equal
-transformers' `glm5_next` on the exported weights (tests/training/test_model.py).
+Owns the forward pass over fixed-length rows. It must not know data formats or the optimiser.
+Invariant: text logits equal transformers' `glm5_next` on the exported weights
+(tests/training/test_model.py).
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from training.kernels import Backend, linear, rms_norm
 from training.layers import Block, FeedForward, Pass, matrix, ones
@@ -33,8 +34,10 @@ class Nano(nn.Module):
         self.vision = VisionTower(shape, backend)
 
     def embed(self, ids: Tensor, pictures: Pictures | None, places: Tensor | None) -> Tensor:
-        """Return rows [B, T, D] with picture features at their flat places (spare rows point behind the end)."""
-        rows = F.embedding(ids, self.embedding).to(self.backend.dtype)
+        """Return rows [B, T, D] with picture features at their flat places (spare rows point behind
+        the end).
+        """
+        rows = functional.embedding(ids, self.embedding).to(self.backend.dtype)
         if pictures is None:
             return rows
         flat = torch.cat([rows.flatten(0, 1), rows[:1, 0]])
@@ -46,7 +49,8 @@ class Nano(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """ids [B, T+1] -> (final normed state, MTP state), both [B*T, D].
 
-        Row t of the state predicts token t+1, row t of the MTP state (which reads token t+1) predicts token t+2.
+        Row t of the state predicts token t+1, row t of the MTP state (which reads token t+1)
+        predicts token t+2.
         """
         embedded = self.embed(ids, pictures, places)
         count = run.num_rows * run.length

@@ -1,7 +1,8 @@
 """Muon for the matrices, AdamW for the rest.
 
-Owns the update of fp32 masters. It must not know the loss. Invariants: no host synchronisation in `step`, so that it can be
-captured; the learning-rate factor is a tensor; the state can be saved and restored.
+Owns the update of fp32 masters. It must not know the loss. Invariants: no host synchronisation in
+`step`, so that it can be captured; the learning-rate factor is a tensor; the state can be saved and
+restored.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ MUON_ROOMS = ("blocks.", "mtp.", "mtp_join", "vision.")
 
 
 def is_muon(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon trains the parameter: a matrix inside the network, not a gate, router, mHC or indexer part."""
+    """Return whether Muon trains the parameter: a matrix inside the network, not a gate, router,
+    mHC or indexer part.
+    """
     return (
         parameter.ndim >= 2 and name.startswith(MUON_ROOMS) and not any(s in name for s in NOT_MUON)
     )
 
 
 def orthogonalise(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return five Newton-Schulz steps towards the nearest orthogonal matrix; x [N, rows <= cols]."""
+    """Return five Newton-Schulz steps to the nearest orthogonal matrix; x [N, rows <= cols]."""
     a, b, c = NEWTON_SCHULZ
     x = x.to(dtype)
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -35,7 +38,7 @@ def orthogonalise(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Optimiser:
-    """Both optimisers behind one `step`. Every expert, and q, k, v, count as matrices of their own."""
+    """Both optimisers behind one `step`; every expert, and q, k, v, is a matrix of its own."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, capturable: bool) -> None:
         named = list(model.named_parameters())
@@ -65,7 +68,9 @@ class Optimiser:
                 group["lr"] = ADAM_RATE * factor
 
     def step(self) -> Tensor:
-        """Update every parameter from its gradient, drop the gradients, return the norm of the AdamW part."""
+        """Update every parameter from its gradient, drop the gradients, return the norm of the
+        AdamW part.
+        """
         norm = torch.nn.utils.clip_grad_norm_(self.rest, 1.0)
         self.adam.step()
         groups: dict[tuple[int, int], list[tuple[Tensor, Tensor, bool]]] = {}

@@ -1,7 +1,8 @@
 """Draws training pictures on the device from small descriptions.
 
-Owns the atlas of glyph masks and the renderer: workers send 20 numbers a picture instead of pixels. Invariant: what is
-drawn is one glyph in one colour on one ground, inside the content, zeros outside it, as the processor pads.
+Owns the atlas of glyph masks and the renderer: workers send 20 numbers a picture instead of pixels.
+Invariant: what is drawn is one glyph in one colour on one ground, inside the content, zeros outside
+it, as the processor pads.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+from torch.nn import functional
 
 from training.canvas import MEAN, STD
+from training.lists import words
 from training.vision import MAX_PATCHES, Pictures, patch_places
 
 ATLAS_SIDE = 96
@@ -31,17 +33,17 @@ FONT_FILES = (
 )
 SHAPE_NAMES = ("circle", "square", "triangle", "cross", "ring", "bar", "star", "diamond")
 # 5x7 digits, row by row, the oldest screen font there is.
-MATRIX_DIGITS = (
+MATRIX_DIGITS = words(
     "01110100011000110001100011000101110 00100011000010000100001000010001110 "
     "01110100010000100010001000100011111 11111000100010000010000011000101110 "
     "00010001100101010010111110001000010 11111100001111000001000011000101110 "
     "00110010001000011110100011000101110 11111000010001000100010000100001000 "
     "01110100011000101110100011000101110 01110100011000101111000010001001100"
-).split()
+)
 
 
 def fonts() -> list[ImageFont.FreeTypeFont]:
-    """Return pillow's own font (twice, it is the common one) and matplotlib's, as far as installed."""
+    """Return pillow's own font (twice, as the common one) and matplotlib's, where installed."""
     found = [ImageFont.load_default(size=104), ImageFont.load_default(size=104)]
     try:
         import matplotlib as mpl
@@ -119,7 +121,9 @@ def build_atlas() -> tuple[list[str], Tensor]:
 
 
 class Renderer:
-    """Draws described pictures; its constants live on the device, so that a captured graph copies nothing from the host."""
+    """Draws described pictures; its constants live on the device, so that a captured graph copies
+    nothing from the host.
+    """
 
     def __init__(self, atlas: Tensor, device: torch.device) -> None:
         self.atlas = atlas.to(device)
@@ -128,7 +132,9 @@ class Renderer:
         )
 
     def __call__(self, described: Tensor) -> Pictures:
-        """Draw [N, 20]: cell, centre y x, size y x, angle, ink rgb, ground rgb, content h w, grid rows cols, noise, gain."""
+        """Draw [N, 20]: cell, centre y x, size y x, angle, ink rgb, ground rgb, content h w, grid
+        rows cols, noise, gain.
+        """
         d = described.float()
         rows, cols, valid = patch_places(d[:, 14:16].long())
         inside = torch.arange(14, device=d.device) + 0.5
@@ -144,7 +150,9 @@ class Renderer:
             [(cos * dx + sin * dy) / (at(4) / 2), (cos * dy - sin * dx) / (at(3) / 2)], -1
         ).flatten(1, 2)
         cells = self.atlas[d[:, 0].long()][:, None]
-        mask = F.grid_sample(cells, where, align_corners=False).view(-1, MAX_PATCHES, 14, 14)
+        mask = functional.grid_sample(cells, where, align_corners=False).view(
+            -1, MAX_PATCHES, 14, 14
+        )
         mask = ((mask - 0.5) * at(17) + 0.5).clamp(0, 1)[:, :, None]
         ink, ground = (d[:, i : i + 3].view(-1, 1, 3, 1, 1) for i in (6, 9))
         pixels = ground + (ink - ground) * mask

@@ -1,7 +1,7 @@
 """The nano model's sizes, and the released config layout made from them.
 
-Owns numbers only. Invariant: `config_dict` is what transformers and the engine read back, `num_parameters` counts every
-stored parameter (embedding, head, trunk, MTP block and vision tower).
+Owns numbers only. Invariant: `config_dict` is what transformers and the engine read back,
+`num_parameters` counts every stored parameter (embedding, head, trunk, MTP block and vision tower).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class NanoShape:
     vision: VisionShape = VisionShape()
 
     def is_full_attention(self, layer: int) -> bool:
-        """Return whether a trunk layer is MLA with the indexer (every fourth one) rather than KDA."""
+        """Return whether a trunk layer is MLA with the indexer (every fourth one), not KDA."""
         return layer % 4 == 3
 
 

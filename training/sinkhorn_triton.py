@@ -1,7 +1,8 @@
 """Sinkhorn normalisation as one Triton kernel each way.
 
-Owns the kernel pair. 39 small normalisations through autograd would be dozens of launches. Invariant: forward equals
-`kernels.torch_sinkhorn`; backward rebuilds every step from the stored sums instead of storing the steps.
+Owns the kernel pair. 39 small normalisations through autograd would be dozens of launches.
+Invariant: forward equals `kernels.torch_sinkhorn`; backward rebuilds every step from the stored
+sums instead of storing the steps.
 """
 
 from __future__ import annotations

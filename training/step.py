@@ -1,14 +1,15 @@
-"""One training step: losses, backward, optimiser, router balance; on a GPU captured as one CUDA graph.
+"""One training step: losses, backward, optimiser, router balance; on a GPU captured as one CUDA
+graph.
 
-Owns the losses and the capture. Eagerly the host is the limit (7,000 launches a step). Invariant: all shapes of a stage are
-fixed; `metrics` names the returned numbers in order.
+Owns the losses and the capture. Eagerly the host is the limit (7,000 launches a step). Invariant:
+all shapes of a stage are fixed; `metrics` names the returned numbers in order.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from training.chat import ANSWER, CORPUS, PICTURE
 from training.generators.mix import Batch
@@ -38,7 +39,7 @@ METRICS = (
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Return the loss of each row in fp32."""
-    return F.cross_entropy(logits.float(), target, reduction="none")
+    return functional.cross_entropy(logits.float(), target, reduction="none")
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The vision tower in its training form.
 
-Owns the tower from raw-pixel patches to feature rows. Pictures of different grids share one padded slot shape, so that a
-step's shapes never change. Invariant: a picture's features do not depend on its padding or on the other pictures.
+Owns the tower from raw-pixel patches to feature rows. Pictures of different grids share one padded
+slot shape, so that a step's shapes never change. Invariant: a picture's features do not depend on
+its padding or on the other pictures.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from training.kernels import EPS, Backend, linear, rms_norm, swiglu
 from training.layers import matrix, ones
@@ -22,7 +23,9 @@ MAX_PATCHES = 4 * MAX_BLOCKS
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """A batch of padded pictures: patches [N, 144, 588] normalised, rows and cols [N, 144] of each patch, valid [N, 144]."""
+    """A batch of padded pictures: patches [N, 144, 588] normalised, rows and cols [N, 144] of each
+    patch, valid [N, 144].
+    """
 
     patches: Tensor
     rows: Tensor
@@ -31,7 +34,9 @@ class Pictures:
 
 
 def patch_places(grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (row, col, valid) [N, 144] of each patch in 2x2 merge order; grid [N, 2] is (rows, cols) in blocks."""
+    """Return (row, col, valid) [N, 144] of each patch in 2x2 merge order; grid [N, 2] is (rows,
+    cols) in blocks.
+    """
     index = torch.arange(MAX_PATCHES, device=grid.device)[None]
     block, inner = index // 4, index % 4
     cols = grid[:, 1:2]
@@ -70,7 +75,7 @@ class VisionBlock(nn.Module):
         q, k, v = y.view(n, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q, k = rotate(rms_norm(q, self.q_norm)), rotate(rms_norm(k, self.k_norm))
         o = (
-            F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             .transpose(1, 2)
             .reshape(n, s, -1)
         )
@@ -119,6 +124,6 @@ class VisionTower(nn.Module):
             x = block(x, cos, sin, mask)
         x = rms_norm(x, self.norm).to(self.dtype).view(x.shape[0], MAX_BLOCKS, -1)
         x = linear(x, self.merge) + self.merge_bias.to(self.dtype)
-        x = F.gelu(self.proj_norm(linear(x, self.proj).float())).to(self.dtype)
+        x = functional.gelu(self.proj_norm(linear(x, self.proj).float())).to(self.dtype)
         gate, up = linear(x, self.gate_up.flatten(0, 1)).chunk(2, -1)
         return linear(swiglu(gate, up), self.down).float()

@@ -1,7 +1,8 @@
 """Batches: rows of one length from a mix of corpus, recall and task conversations.
 
-Owns packing into fixed shapes, so that a training step can be one CUDA graph. Invariant: every row has length + 2 tokens
-(the MTP block looks one token further); picture tokens and picture slots match in order and number.
+Owns packing into fixed shapes, so that a training step can be one CUDA graph. Invariant: every row
+has length + 2 tokens (the MTP block looks one token further); picture tokens and picture slots
+match in order and number.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from training.vision import MAX_BLOCKS
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Shares of row kinds, and of pictures among the task tokens; `slots` is the fixed number of picture slots."""
+    """Shares of row kinds, and of pictures among the task tokens; `slots` is the fixed number of
+    picture slots.
+    """
 
     corpus: float
     recall: float
@@ -34,7 +37,9 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Arrays of one step: ids and weights [B, T+2], pictures [S, 20], flat places [S*36] of their rows among B*(T+1)."""
+    """Arrays of one step: ids and weights [B, T+2], pictures [S, 20], flat places [S*36] of their
+    rows among B*(T+1).
+    """
 
     ids: np.ndarray
     weights: np.ndarray
@@ -53,7 +58,9 @@ def fill_row(batch: Batch, row: int, segments: list[tuple[list[int], float]]) ->
 
 
 def empty_batch(rows: int, length: int, slots: int) -> Batch:
-    """Return a batch of zeros whose spare picture rows point behind the end; spare slots are 4x4 black pictures."""
+    """Return a batch of zeros whose spare picture rows point behind the end; spare slots are 4x4
+    black pictures.
+    """
     pictures = np.zeros((slots, FIELDS), np.float32)
     pictures[:, 3:5], pictures[:, 12:14], pictures[:, 14:16] = 1, 112, 4
     places = np.full(slots * MAX_BLOCKS, rows * (length + 1), np.int64)
@@ -118,14 +125,13 @@ class Mixer:
             conversation, picture = self.conversation(mix.pictures, len(drawn) < mix.slots)
             segments = self.encode_all(segments_of(conversation))
             count = sum(len(ids) for ids, _ in segments)
-            if size + count > length:
-                if picture is not None or (
-                    size and self.source.rng.random() < 0.7 and size > 0.8 * length
-                ):
-                    if size > 0.8 * length:
-                        row.append((self.source.corpus(length + 2 - size), CORPUS))
-                        break
-                    continue
+            nearly_full = size > 0.8 * length
+            if size + count > length and nearly_full and self.source.rng.random() < 0.7:
+                row.append((self.source.corpus(length + 2 - size), CORPUS))
+                break
+            # A picture's tokens must not be cut; a long text may be.
+            if size + count > length and picture is not None:
+                continue
             if picture is not None:
                 drawn.append(picture)
             row += segments
@@ -135,10 +141,12 @@ class Mixer:
     def batch(self, rows: int, length: int, mix: Mix) -> Batch:
         """Make one batch."""
         batch, drawn = empty_batch(rows, length, mix.slots), []
+        # Evenly spread draws: four long rows a step would otherwise leave whole kinds out of many
+        # steps.
+        offset, bounds = self.source.rng.random(), (mix.corpus, mix.corpus + mix.recall)
         for index in range(rows):
-            kind = self.source.rng.choices(
-                ("corpus", "recall", "tasks"), (mix.corpus, mix.recall, mix.tasks)
-            )[0]
+            place = (index + offset) / rows * (mix.corpus + mix.recall + mix.tasks)
+            kind = "corpus" if place < bounds[0] else "recall" if place < bounds[1] else "tasks"
             if kind == "corpus":
                 segments = [(self.source.corpus(length + 2), CORPUS)]
             elif kind == "recall":

@@ -1,8 +1,9 @@
 """Phrasings made up on the spot, so that no fixed list of templates can be learnt by heart.
 
-Owns random statements, questions, connectors and wishes. A first model trained on 26 fixed templates copied the word after
-an unknown connector instead of the value; with connectors of random words it has to find the value. Invariant: the value
-closes its clause, and a question repeats the key.
+Owns random statements, questions, connectors and wishes. A first model trained on 26 fixed
+templates copied the word after an unknown connector instead of the value; with connectors of random
+words it has to find the value. Invariant: the value closes its clause, and a question repeats the
+key.
 """
 
 from __future__ import annotations
@@ -10,10 +11,39 @@ from __future__ import annotations
 from training.families import CONNECTORS, LEADS, SEPARATORS, TAILS
 from training.generators.source import Source
 
-PREPOSITIONS = (
-    "to at by for from in into near of off on over past through towards under upon via with within behind beside "
-    "below above across along around before after between beyond"
-).split()
+PREPOSITIONS = [
+    "to",
+    "at",
+    "by",
+    "for",
+    "from",
+    "in",
+    "into",
+    "near",
+    "of",
+    "off",
+    "on",
+    "over",
+    "past",
+    "through",
+    "towards",
+    "under",
+    "upon",
+    "via",
+    "with",
+    "within",
+    "behind",
+    "beside",
+    "below",
+    "above",
+    "across",
+    "along",
+    "around",
+    "before",
+    "after",
+    "between",
+    "beyond",
+]
 
 
 def lead(source: Source) -> str:
@@ -25,7 +55,9 @@ def lead(source: Source) -> str:
     if draw < 0.65:
         return rng.choice(LEADS)
     if draw < 0.85:
-        return " ".join(source.word() for _ in range(rng.randint(1, 3))) + rng.choice((", ", " that ", ": "))
+        return " ".join(source.word() for _ in range(rng.randint(1, 3))) + rng.choice(
+            (", ", " that ", ": ")
+        )
     return f"{rng.choice(PREPOSITIONS)} the {source.word()}, "
 
 
@@ -39,19 +71,34 @@ def sentence_fact(source: Source, key: str, value: str) -> tuple[str, str]:
     if kind == 0:
         clause, question = f"{thing} {verb}s {prep} {value}", f"What does {thing} {verb} {prep}?"
     elif kind == 1:
-        clause, question = f"{thing} {verb}s {prep} {value}", f"{prep.title()} what does {thing} {verb}?"
+        clause, question = (
+            f"{thing} {verb}s {prep} {value}",
+            f"{prep.title()} what does {thing} {verb}?",
+        )
     elif kind == 2:
-        clause, question = f"{thing} is {verb}ed {prep} {value}", f"{prep.title()} which {noun} is {thing} {verb}ed?"
+        clause, question = (
+            f"{thing} is {verb}ed {prep} {value}",
+            f"{prep.title()} which {noun} is {thing} {verb}ed?",
+        )
     elif kind == 3:
         clause, question = f"{thing} is {verb}ed as {value}", f"How is {thing} {verb}ed?"
     elif kind == 4:
-        clause, question = f"{thing} was {verb} {prep} the {noun} {value}", f"Which {noun} was {thing} {verb} {prep}?"
+        clause, question = (
+            f"{thing} was {verb} {prep} the {noun} {value}",
+            f"Which {noun} was {thing} {verb} {prep}?",
+        )
     elif kind == 5:
-        clause, question = f"the {noun} {prep} {thing} is {value}", f"What is the {noun} {prep} {thing}?"
+        clause, question = (
+            f"the {noun} {prep} {thing} is {value}",
+            f"What is the {noun} {prep} {thing}?",
+        )
     elif kind == 6:
         clause, question = f"{thing} {verb} {prep} {value}", f"Which {noun} {verb} {prep} {thing}?"
     else:
-        clause, question = f"{thing} has {value} {prep} its {noun}", f"What has {thing} {prep} its {noun}?"
+        clause, question = (
+            f"{thing} has {value} {prep} its {noun}",
+            f"What has {thing} {prep} its {noun}?",
+        )
     opening = lead(source) + clause
     if rng.random() < 0.7:
         opening = opening[:1].upper() + opening[1:]
@@ -102,13 +149,22 @@ def random_fact(source: Source, key: str, value: str) -> tuple[str, str]:
 
 
 def connector(source: Source, several: bool) -> str:
-    """Return an argument template; made-up connectors only where several arguments show which words they are."""
+    """Return an argument template; made-up connectors only where several arguments show which words
+    they are.
+    """
     rng = source.rng
     draw = rng.random()
     if draw < 0.55 or not several:
         return "{k} " + rng.choice(CONNECTORS) + " {v}"
     words = " ".join(source.word() for _ in range(rng.choice((1, 1, 2))))
-    return rng.choice(("{k} " + words + " {v}", "{k} " + words + " {v}", words + " {k} {v}", "{k}" + rng.choice(SEPARATORS) + "{v}"))
+    return rng.choice(
+        (
+            "{k} " + words + " {v}",
+            "{k} " + words + " {v}",
+            words + " {k} {v}",
+            "{k}" + rng.choice(SEPARATORS) + "{v}",
+        )
+    )
 
 
 def wish(source: Source, task: str, arguments: str) -> str:

@@ -1,6 +1,7 @@
 """Picture conversations: a description for the renderer, questions and answers.
 
-Owns what is drawn and asked. Invariant: seeds lie below the examination's; an answer cannot be had from its question.
+Owns what is drawn and asked. Invariant: seeds lie below the examination's; an answer cannot be had
+from its question.
 """
 
 from __future__ import annotations
@@ -32,6 +33,31 @@ INKS: dict[str, tuple[int, int, int]] = {
     "white": (250, 250, 250),
     "black": (8, 8, 8),
 }
+
+
+THINGS: dict[str, tuple[str, ...]] = {
+    "digit": ("digit", "number", "numeral", "figure", "number sign", "cipher"),
+    "shape": ("shape", "form", "figure", "outline", "geometric shape", "kind of shape"),
+}
+OPENINGS = (
+    "Name",
+    "Give",
+    "Say",
+    "Tell us",
+    "Write",
+    "State",
+    "Spell out",
+    "Find",
+    "Report",
+    "Please name",
+    "Identify",
+    "Guess",
+)
+
+
+SEEN = ("shown", "drawn", "seen", "given", "visible", "painted", "pictured")
+WHERE = ("", "", " here", " there", " in it", " in the picture", " in that image", " on the canvas")
+TARGETS = (" of the ", " of that ", " has the ", " for the ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +94,9 @@ def draw_canvas(source: Source) -> Canvas:
 
 
 def draw_picture(source: Source, names: list[str]) -> Drawn:
-    """Draw one picture; `names` are the atlas cells' names. Digits and shapes come up equally often."""
+    """Draw one picture; `names` are the atlas cells' names. Digits and shapes come up equally
+    often.
+    """
     rng = source.rng
     canvas = draw_canvas(source)
     digits = [i for i, name in enumerate(names) if name.isdigit()]
@@ -94,15 +122,42 @@ def draw_picture(source: Source, names: list[str]) -> Drawn:
     return Drawn(numbers, canvas, names[cell], ink, ground)
 
 
+def made_up_question(source: Source, things: tuple[str, ...], of: str | None = None) -> str:
+    """Phrase a question for one of the things, in a frame of drawn words."""
+    rng = source.rng
+    thing = rng.choice(things)
+    verb = rng.choice((*SEEN, source.word()))
+    where = rng.choice(WHERE)
+    target = "" if of is None else rng.choice(TARGETS) + of
+    see = f"{rng.choice(('can', 'do', 'may'))} you {rng.choice(('see', 'find', source.word()))}"
+    by, opening = rng.choice(("In", "With", "By", "Of")), rng.choice(OPENINGS)
+    frames = (
+        f"{opening} the {thing}{target}{where}{rng.choice(('.', '!', '', ' please.'))}",
+        f"{opening} which {thing}{target} is {verb}{where}.",
+        f"What {thing}{target} is {verb}{where}?",
+        f"What {thing}{target} {see}{where}?",
+        f"Which {thing}{target} has been {verb}{where}?",
+        f"{by} what {thing}{target} was {'this' if of is None else 'it'} {verb}?",
+        f"The {thing}{target}{where}?",
+        f"{source.word().title()} {source.word()}: {thing}{target}{where}?",
+    )
+    return rng.choice(frames)
+
+
 def ask(source: Source, drawn: Drawn) -> tuple[str, str]:
     """Return one question about the picture and its answer."""
     rng = source.rng
     kind = drawn.kind
     draw = rng.random()
     if draw < 0.6:
-        return rng.choice(DIGIT_QUESTIONS if kind == "digit" else SHAPE_QUESTIONS), drawn.name
+        known = DIGIT_QUESTIONS if kind == "digit" else SHAPE_QUESTIONS
+        return rng.choice(known) if rng.random() < 0.4 else made_up_question(
+            source, THINGS[kind]
+        ), drawn.name
     if draw < 0.8:
-        word = rng.choice((kind, kind, "figure", "object"))
+        word = rng.choice((kind, kind, "figure", "object", "sign", "drawing", "thing"))
+        if rng.random() < 0.6:
+            return made_up_question(source, ("colour", "color", "tint", "hue"), word), drawn.ink
         return rng.choice(COLOUR_QUESTIONS).format(kind=word), drawn.ink
     if draw < 0.88:
         return rng.choice(GROUND_QUESTIONS).format(kind=kind), drawn.ground

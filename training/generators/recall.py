@@ -1,7 +1,8 @@
 """Recall rows: facts hidden in corpus text, then many questions about them.
 
-Owns full rows of one length. Many questions a row are what makes copying appear early. Invariant: the row fills exactly
-`length` tokens; corpus text is learnt, facts (unpredictable) are not, answers are.
+Owns full rows of one length. Many questions a row are what makes copying appear early. Invariant:
+the row fills exactly `length` tokens; corpus text is learnt, facts (unpredictable) are not, answers
+are.
 """
 
 from __future__ import annotations

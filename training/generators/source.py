@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from training.chat import JsonValue
+from training.lists import words
 
-ONSETS = "b br c ch d dr f fl g gr h j k l m n p pr qu r s sh st t tr v w z".split()
-VOWELS = "a e i o u ai ea oo ou ia".split()
+ONSETS = words("b br c ch d dr f fl g gr h j k l m n p pr qu r s sh st t tr v w z")
+VOWELS = words("a e i o u ai ea oo ou ia")
 CODAS = ["", "", "l", "n", "r", "s", "t", "x", "nd", "rk", "st"]
 
 

@@ -1,9 +1,12 @@
 """Small talk, short instructions, copying and continuation, in one or several turns.
 
-Owns the answers that need no document. Invariant: an answer follows from the prompt alone, so greedy decoding can be exact.
+Owns the answers that need no document. Invariant: an answer follows from the prompt alone, so
+greedy decoding can be exact.
 """
 
 from __future__ import annotations
+
+import json
 
 from training.chat import CORPUS, Conversation, Turn
 from training.generators.source import Source
@@ -28,8 +31,8 @@ ANSWERS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "What can you do?",
-        "I can recall facts from long texts, call tools, write JSON, read simple pictures, repeat and "
-        "sort words, do small sums, and continue code and English.",
+        "I can recall facts from long texts, call tools, write JSON, read simple pictures, "
+        "repeat and sort words, do small sums, and continue code and English.",
         "They ask for my skills.",
     ),
     ("Are you a large model?", "No. I have about 21 million parameters.", "They ask for my size."),
@@ -112,10 +115,31 @@ def word_turn(source: Source) -> tuple[str, str, str]:
     return ask.format(text), answer, reasoning
 
 
+def strip_turn(source: Source) -> tuple[str, str, str]:
+    """Return many words to be written without the blank before them: the pieces of a word differ
+    after a blank.
+    """
+    rng = source.rng
+    words = [source.word() for _ in range(rng.randint(4, 14))]
+    words = [word.title() if rng.random() < 0.1 else word for word in words]
+    text = " ".join(words)
+    tasks = (
+        ("Write as a JSON list: {}", json.dumps(words), "A list of strings."),
+        ("Make a JSON array of {}", json.dumps(words), "A list of strings."),
+        ("One word per line: {}", "\n".join(words), "Line by line."),
+        ("Split into lines: {}", "\n".join(words), "Line by line."),
+        ("Join with slashes: {}", "/".join(words), "Slashes."),
+        ("Write without blanks: {}", "".join(words), "No blanks."),
+        ("Join with plus signs: {}", "+".join(words), "Plus signs."),
+    )
+    ask, answer, reasoning = rng.choice(tasks)
+    return ask.format(text), answer, reasoning
+
+
 def talk_conversation(source: Source) -> Conversation:
     """Return one to four turns; sometimes a later turn asks for something said earlier."""
     rng = source.rng
-    makers = (fixed_turn, sum_turn, copy_turn, copy_turn, word_turn, word_turn)
+    makers = (fixed_turn, sum_turn, copy_turn, word_turn, strip_turn, strip_turn, strip_turn)
     turns: list[Turn] = []
     if rng.random() < 0.25:
         kind, value = source.word(), source.word().title()
@@ -141,7 +165,9 @@ def talk_conversation(source: Source) -> Conversation:
 
 
 def continue_conversation(source: Source) -> Conversation:
-    """Ask for the continuation of a stretch of corpus text; the answer is learnt with the corpus weight."""
+    """Ask for the continuation of a stretch of corpus text; the answer is learnt with the corpus
+    weight.
+    """
     rng = source.rng
     asked, told = rng.randint(24, 120), rng.randint(32, 96)
     tokens = source.corpus(asked + told)

@@ -1,6 +1,7 @@
 """Tool-call and JSON conversations: names, schemas and values are drawn fresh each time.
 
-Owns the two families. Invariant: every argument stands in the prompt; values are typed by their schema.
+Owns the two families. Invariant: every argument stands in the prompt; values are typed by their
+schema.
 """
 
 from __future__ import annotations
@@ -144,9 +145,15 @@ def json_conversation(source: Source) -> Conversation:
     if rng.random() < 0.5:
         ask = rng.choice(JSON_WISHES).format(arguments=arguments, schema=form, topic=task)
     else:
-        verb = source.word() if rng.random() < 0.4 else rng.choice(("write", "make", "give", "form", "put"))
+        verb = (
+            source.word()
+            if rng.random() < 0.4
+            else rng.choice(("write", "make", "give", "form", "put"))
+        )
         order = [f"{verb} a {task}", form] if rng.random() < 0.5 else [form, f"{verb} the {task}"]
-        glue = rng.choice((" ", " in ", " with ", " as ", ": ", " from ", ", ", "\n", " following ", " by "))
+        glue = rng.choice(
+            (" ", " in ", " with ", " as ", ": ", " from ", ", ", "\n", " following ", " by ")
+        )
         ask = wish(source, glue.join(order), arguments)
     reasoning = f"Keys: {', '.join(values)}." if rng.random() < 0.25 else None
     return Conversation((Turn(ask, json.dumps(values), reasoning),))
