@@ -89,7 +89,7 @@ class Exact:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Close:
     """Elementwise bound  factor * (u32 * sqrt(length) * scale + baseline error) + roundings *
-    u_out * |truth|.
+    u_out * |truth|, and over the whole tensor the same in root mean squares without sqrt(length).
 
     `length(args)` is the longest accumulation behind one element. `scale` is `magnitude(args)`
     when given (the reference on absolute values: the |A||B| of the dot bound), else the root mean
@@ -109,20 +109,54 @@ class Close:
     roundings: float = 1.0
     stored: Callable[[Mapping[str, Any]], torch.Tensor] | None = None
 
-    def bound(self, evidence: Evidence) -> torch.Tensor:
-        """Return the largest allowed absolute error of every element, float64."""
+    def _terms(self, evidence: Evidence) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scale and roundings of every element, float64, not yet times a unit roundoff."""
         truth = evidence.truth.double()
         if self.magnitude is not None:
             scale = self.magnitude(evidence.args).double().expand_as(truth)
         else:
             scale = _row_rms(truth)
-        allowed = UNIT_ROUNDOFF[torch.float32] * max(1, self.length(evidence.args)) ** 0.5 * scale
-        if self.calibrated:
-            allowed = allowed + _row_rms(evidence.baseline.double() - truth)
         rounded = self.roundings * truth.abs()
         if self.stored is not None:
             rounded = rounded + self.factor * self.stored(evidence.args).double()
+        return scale, rounded
+
+    def _bound(
+        self, evidence: Evidence, scale: torch.Tensor, rounded: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the largest allowed absolute error of every element, float64."""
+        truth = evidence.truth.double()
+        allowed = UNIT_ROUNDOFF[torch.float32] * max(1, self.length(evidence.args)) ** 0.5 * scale
+        if self.calibrated:
+            allowed = allowed + _row_rms(evidence.baseline.double() - truth)
         return self.factor * allowed + UNIT_ROUNDOFF[evidence.got.dtype] * rounded
+
+    def _norm_verdict(
+        self, evidence: Evidence, scale: torch.Tensor, rounded: torch.Tensor
+    ) -> Verdict:
+        """Judge the root mean square of all errors, where no element stands for the worst case.
+
+        Errors of a sum grow like the partial sums, so their mean stays below u times the scale even
+        if it is added up one by one; the square root of the length is for single elements. Operands
+        with fewer bits exceed this at any length, the elementwise bound at short ones only.
+        """
+        truth, got = evidence.truth.double(), evidence.got.double()
+        finite = torch.isfinite(truth)
+        if not finite.any():
+            return Verdict(ok=True)
+        allowed = self.factor * UNIT_ROUNDOFF[torch.float32] * _rms(scale[finite])
+        if self.calibrated:
+            allowed += self.factor * _rms((evidence.baseline.double() - truth)[finite])
+        allowed += UNIT_ROUNDOFF[evidence.got.dtype] * _rms(rounded[finite])
+        error = _rms((got - truth)[finite])
+        if error <= allowed:
+            return Verdict(ok=True)
+        return Verdict(
+            ok=False,
+            worst=error / max(allowed, 1e-300),
+            reason=f"every element is in its bound, but the root mean square error {error:.3e} is "
+            f"{error / max(allowed, 1e-300):.3g} times the law's {allowed:.3e}",
+        )
 
     def judge(self, evidence: Evidence) -> Verdict:
         """Compare elementwise; finite where the truth is not (overwritten poison), the reverse,
@@ -142,14 +176,16 @@ class Close:
                 reason=f"{len(foreign)} elements not finite on one side or unlike, first at {at}: "
                 f"got {got[at].item():.6g}, wanted {truth[at].item():.6g}",
             )
-        error, bound = (got - truth).abs(), self.bound(evidence)
+        terms = self._terms(evidence)
+        error, bound = (got - truth).abs(), self._bound(evidence, *terms)
         # a bound of exactly zero (an all-zero row) still demands exact zeros
         ratio = torch.where(error > 0, error / bound.clamp_min(1e-300), torch.zeros_like(error))
         worst = int(ratio.argmax())
         at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), ratio.shape))
         top = float(ratio.flatten()[worst])
         if top <= 1.0:
-            return Verdict(ok=True, worst=top, index=at)
+            norm = self._norm_verdict(evidence, *terms)
+            return norm if not norm.ok else Verdict(ok=True, worst=top, index=at)
         return Verdict(
             ok=False,
             worst=top,
@@ -209,6 +245,10 @@ def _pick_failure(row: int, mine: list[int], want: list[int], why: str) -> Verdi
         index=(row,),
         reason=f"row {row}: {why}; picked {extra} that it should not, missed {lost}",
     )
+
+
+def _rms(x: torch.Tensor) -> float:
+    return float(x.square().mean().sqrt())
 
 
 def _row_rms(x: torch.Tensor) -> torch.Tensor:

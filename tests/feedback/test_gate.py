@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oxplow.contracts import CONTRACTS
 from oxplow.contracts.laws import Close
-from oxplow.contracts.schema import Case
+from oxplow.contracts.schema import Case, CaseKind
 from oxplow.feedback.gate import Finding, Reason, examine, reference_values
 from oxplow.ops.kernels import builtin_kernels
 from oxplow.ops.table import Facts, Kernel
@@ -502,3 +502,27 @@ def test_products_of_tf32_operands_fail(kernel: Kernel) -> None:
         ), f"no case notices TF32 in the product of {site}"
     if not sites:  # an invariant kernel may multiply and add one by one
         assert kernel.invariant
+
+
+def _long_rows(g: torch.Generator) -> dict[str, Any]:
+    width = 16384
+    weight = torch.randn(24, width, generator=g) * width**-0.5
+    return {"x": torch.randn(4, width, generator=g), "weight": weight, "bias": None}
+
+
+def test_tf32_fails_on_long_sums_too_where_honest_sums_pass() -> None:
+    """Elementwise bounds grow faster than the error of rounded operands: the norm tells."""
+    case = Case("long_rows", CaseKind.EXCITATION, _long_rows)
+
+    def one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.stack([(x * row).cumsum(-1)[:, -1] for row in weight], -1)
+
+    def rounded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(_as_tf32(x), _as_tf32(weight))
+
+    for honest in (functional.linear, one_by_one):
+        finding = examine(CONTRACTS["linear"], "honest", honest, case)
+        assert finding.ok, str(finding)
+    finding = examine(CONTRACTS["linear"], "rounded", rounded, case)
+    assert finding.reason is Reason.NUMERICS
+    assert "root mean square" in finding.detail
