@@ -86,6 +86,12 @@ LINEAR = OpContract(
         Case("one_input", EDGE, lambda g: _linear_case(9, 1, 7, g)),
         Case("no_rows", EDGE, lambda g: _linear_case(0, 64, 24, g, bias=True)),
         Case(
+            "many_rows",
+            EXCITATION,
+            lambda g: _linear_case(4097, 8, 5, g),
+            note="over 4,096 rows: a wrong one behind the last whole tile, or a grid limit",
+        ),
+        Case(
             "several_panels",
             EDGE,
             lambda g: _linear_case(2, 2100, 600, g, bias=True),
@@ -198,6 +204,12 @@ LINEAR_FP8 = OpContract(
         Case("ragged_blocks", EDGE, lambda g: _fp8_case(3, 300, 200, g)),
         Case("less_than_a_block", EDGE, lambda g: _fp8_case(1, 67, 33, g)),
         Case("no_rows", EDGE, lambda g: _fp8_case(0, 128, 128, g)),
+        Case(
+            "many_rows",
+            EXCITATION,
+            lambda g: _fp8_case(4097, 8, 5, g),
+            note="over 4,096 rows: a wrong one behind the last whole tile, or a grid limit",
+        ),
         Case("several_panels", EDGE, lambda g: _fp8_case(2, 2100, 700, g)),
         Case(
             "unlike_scales",
@@ -270,6 +282,12 @@ SWIGLU = OpContract(
         Case("no_limit", ORDINARY, lambda g: _swiglu_case(7, 64, 8.0, None, g)),
         Case("one_row_odd_width", EDGE, lambda g: _swiglu_case(1, 67, 1.0, 10.0, g)),
         Case("no_rows", EDGE, lambda g: _swiglu_case(0, 64, 1.0, 10.0, g)),
+        Case(
+            "many_rows",
+            EXCITATION,
+            lambda g: _swiglu_case(4097, 5, 1.0, 10.0, g),
+            note="over 4,096 rows: a wrong one behind the last whole tile, or a grid limit",
+        ),
         Case(
             "clamps_bind",
             EXCITATION,

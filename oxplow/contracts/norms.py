@@ -55,6 +55,12 @@ RMS_NORM = OpContract(
         Case("one_row_odd_width", EDGE, lambda g: _rms_case(1, 67, 1.0, g)),
         Case("no_rows", EDGE, lambda g: _rms_case(0, 64, 1.0, g)),
         Case(
+            "many_rows",
+            EXCITATION,
+            lambda g: _rms_case(4097, 8, 1.0, g),
+            note="over 4,096 rows: a wrong one behind the last whole tile, or a grid limit",
+        ),
+        Case(
             "tiny_values",
             EXCITATION,
             lambda g: _rms_case(4, 96, 1e-3, g),
@@ -115,6 +121,12 @@ LAYER_NORM = OpContract(
         Case("one_row_odd_width", EDGE, lambda g: _layer_norm_case(1, 67, 0.0, 1.0, g)),
         Case("no_rows", EDGE, lambda g: _layer_norm_case(0, 64, 0.0, 1.0, g)),
         Case(
+            "many_rows",
+            EXCITATION,
+            lambda g: _layer_norm_case(4097, 8, 3.0, 1.0, g),
+            note="over 4,096 rows: a wrong one behind the last whole tile, or a grid limit",
+        ),
+        Case(
             "far_mean",
             EXCITATION,
             lambda g: _layer_norm_case(4, 64, 3000.0, 1.0, g),
@@ -170,6 +182,12 @@ GATED_RMS_NORM = OpContract(
         Case("decode", ORDINARY, lambda g: _gated_case((3, 6, 64), 1.0, g)),
         Case("one_row_odd_width", EDGE, lambda g: _gated_case((1, 2, 33), 1.0, g)),
         Case("no_rows", EDGE, lambda g: _gated_case((0, 2, 32), 1.0, g)),
+        Case(
+            "many_rows",
+            EXCITATION,
+            lambda g: _gated_case((4097, 2, 8), 1.0, g),
+            note="over 4,096 rows: a wrong one behind the last whole tile, or a grid limit",
+        ),
         Case(
             "unlike_heads",
             EXCITATION,

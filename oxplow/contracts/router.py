@@ -209,6 +209,12 @@ ROUTER = OpContract(
         Case("one_of_one", EDGE, lambda g: _router_case((1, 8, 1, 1), g)),
         Case("no_rows", EDGE, lambda g: _router_case((0, 16, 8, 2), g)),
         Case(
+            "many_rows",
+            EXCITATION,
+            lambda g: _router_case((4097, 8, 6, 2), g),
+            note="over 4,096 rows: a wrong one behind the last whole tile, or a grid limit",
+        ),
+        Case(
             "bias_decides",
             EXCITATION,
             lambda g: _router_case((6, 32, 24, 6), g, bias=2.0),
