@@ -9,8 +9,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from oxplow.ops.kernels.torch.invariant import row_invariance
+from oxplow.ops.table import Facts
+
+_HERE = row_invariance(Facts(device=torch.device("cpu"), dtype=torch.float32))
+
+promised_here = pytest.mark.skipif(not _HERE.ok, reason=f"refused on this CPU: {_HERE.reason}")
+"""Marks tests of products that the deterministic mode itself refuses on this machine."""
 
 
 @contextmanager

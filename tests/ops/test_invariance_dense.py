@@ -14,7 +14,9 @@ from oxplow.contracts.schema import Args, Role
 from oxplow.ops.kernels.torch import dense, invariant
 from oxplow.ops.kernels.torch.invariant import matmul_rows, row_invariance
 from oxplow.ops.table import Facts, Kernel
-from tests.ops.rowwise import assert_rows_keep_bits, same_bits, torch_threads
+from tests.ops.rowwise import assert_rows_keep_bits, promised_here, same_bits, torch_threads
+
+pytestmark = promised_here
 
 CPU = torch.device("cpu")
 WIDTHS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 67, 96, 127, 128, 129, 300, 384, 511, 1024, 1536)

@@ -15,7 +15,9 @@ from oxplow.contracts.mla import attention_weights
 from oxplow.contracts.paging import paged_blocks, paged_rows, ragged
 from oxplow.ops.kernels.torch import KERNELS, index, mla
 from oxplow.ops.table import Facts, select
-from tests.ops.rowwise import same_bits, torch_threads
+from tests.ops.rowwise import promised_here, same_bits, torch_threads
+
+pytestmark = promised_here
 
 TOTALS = (1, 40, 150, 17)
 FEWER = (1, 37, 17)

@@ -10,7 +10,9 @@ from oxplow.contracts.dense import block_scales, normal_codes
 from oxplow.contracts.schema import Args
 from oxplow.ops.kernels.torch import moe
 from oxplow.ops.table import Kernel
-from tests.ops.rowwise import assert_rows_keep_bits, torch_threads
+from tests.ops.rowwise import assert_rows_keep_bits, promised_here, torch_threads
+
+pytestmark = promised_here
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 NUM_ROWS = 19

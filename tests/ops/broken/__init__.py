@@ -1,4 +1,4 @@
-"""Deliberately broken kernels, one module per family: each must be rejected for the stated reason."""
+"""Deliberately broken kernels, one module per family: each is rejected for its reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oxplow.feedback.gate import Reason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """A kernel with one planted fault: the gate must stop at `reason` on `tensor`, at least on `case`."""
+    """A kernel with one planted fault: on `case` the gate stops at `reason`, naming `tensor`."""
 
     op: str
     fault: str

@@ -51,8 +51,13 @@ def _normalised_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply in the common dtype; widen a narrower weight to float32 in panels of 4 MiB."""
-    if x.dtype == weight.dtype:
+    """Multiply in the common dtype; widen a narrower weight to float32 in panels of 4 MiB.
+
+    Accelerator libraries may round a half-precision product before they add the bias (seen with
+    few rows on an H200, 13 times the law where the two cancel), so a bias there takes the wide way.
+    """
+    rounds_twice = bias is not None and x.dtype is not torch.float32 and x.device.type != "cpu"
+    if x.dtype == weight.dtype and not rounds_twice:
         return functional.linear(x, weight, bias)
     return linear_wide(x, weight, bias)
 

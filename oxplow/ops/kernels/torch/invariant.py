@@ -32,7 +32,10 @@ _ALIGN = 16  # float32 elements in 64 bytes: MKL's small kernels branch on the a
 
 # (K, N): sizes that failed under a scheme that was tried and dropped, and usual ones
 _PROBE_LENGTH = 257  # past several vectors of any width, with a remainder
-_PROBE_SHAPES = ((7, 5), (31, 3), (67, 33), (130, 8), (384, 1), (384, 16), (384, 515), (1024, 64))
+_PROBE_SHAPES = (
+    *((7, 5), (31, 3), (33, 2), (67, 33), (130, 8), (384, 1), (384, 16)),
+    *((33, 31), (96, 17), (300, 67), (384, 515), (1024, 64)),
+)
 
 
 def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
@@ -69,11 +72,22 @@ def multiply_panel(rows: Tensor, panel: Tensor, out: Tensor) -> None:
     """Write rows @ panel.T into `out` tile by tile.
 
     rows [T, K] from `aligned_rows`; panel [n, K] float32, unit inner stride; out [T, n] float32.
+    A panel whose n is no multiple of 16 is copied with zero rows below: products of 2 columns
+    depended on a row's place with MKL on a CPU with AMX.
     """
+    num_out = panel.shape[0]
+    wide = _round_up(num_out, _ALIGN)
+    if wide != num_out:
+        padded = panel.new_zeros(wide, _round_up(panel.shape[1], _ALIGN))[:, : panel.shape[1]]
+        padded[:num_out] = panel
+        panel = padded
     turned = panel.t()
     for start in range(0, rows.shape[0], ROW_TILE):
         tile = slice(start, start + ROW_TILE)
-        torch.mm(rows[tile], turned, out=out[tile])
+        if wide == num_out:
+            torch.mm(rows[tile], turned, out=out[tile])
+        else:
+            out[tile] = torch.mm(rows[tile], turned)[:, :num_out]
 
 
 def sigmoid(x: Tensor) -> Tensor:
