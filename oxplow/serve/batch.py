@@ -144,7 +144,7 @@ def _item(value: Any, number: int, path: Path) -> BatchItem:
         raise ConfigError("body is no object", got=type(body).__name__, where=where)
     name = str(value.get("custom_id", f"line-{number}"))
     if "url" in value:
-        if value["url"] not in _ENDPOINTS:
+        if str(value["url"]) not in _ENDPOINTS:
             wanted = ", ".join(_ENDPOINTS)
             raise ConfigError("unknown url", got=value["url"], wanted=wanted, where=where)
         return BatchItem(name, _ENDPOINTS[value["url"]], body)

@@ -13,6 +13,7 @@ import itertools
 import json
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,10 +159,17 @@ class LLM:
         self._thread.join(10.0)
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self._begun(work).result()
 
     async def _cross(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await asyncio.wrap_future(self._begun(work))
+
+    def _begun(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Start work on the loop; on one that has ended it would wait for ever."""
+        if not self._thread.is_alive():
+            work.close()
+            raise RequestError("this LLM is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _run(self, endpoint: str, body: Mapping[str, Any]) -> Run:
         raw = json.dumps(body).encode()

@@ -15,6 +15,7 @@ from tests.oracles.fixtures import GlmBuilder
 from tests.serve.model_dir import ROOT
 from tests.serve.running import Running, options, running
 
+pytestmark = pytest.mark.slow
 PROMPT = "The quick brown fox jumps over the lazy dog, " * 3
 
 
@@ -32,7 +33,7 @@ def engine(glm_oracle: GlmBuilder) -> Iterator[Running]:
 
 def ids(engine: Running, **fields: Any) -> list[int]:
     """Complete the prompt and return the answer's tokens, which its log-probabilities name."""
-    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 0}
     response = engine.client.post("/v1/completions", json={**body, **fields})
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
@@ -40,7 +41,7 @@ def ids(engine: Running, **fields: Any) -> list[int]:
 
 
 def text(engine: Running, **fields: Any) -> Any:
-    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     response = engine.client.post("/v1/completions", json={**body, **fields})
     assert response.status_code == 200, response.text
     return response.json()
@@ -83,13 +84,13 @@ def test_penalties_change_what_repeats(
 
 
 def test_a_bias_decides(engine: Running) -> None:
-    assert text(engine, logit_bias={"64": 100})["choices"][0]["text"] == "a" * 24
+    assert text(engine, logit_bias={"64": 100})["choices"][0]["text"] == "a" * 12
 
 
 def test_end_tokens_end_unless_ignored_or_forbidden(engine: Running) -> None:
     end = {"256": 100}
     assert text(engine, logit_bias=end, ignore_eos=False)["usage"]["completion_tokens"] == 1
-    assert text(engine, logit_bias=end)["usage"]["completion_tokens"] == 24
+    assert text(engine, logit_bias=end)["usage"]["completion_tokens"] == 12
     late = text(engine, logit_bias=end, ignore_eos=False, min_tokens=5)
     assert late["usage"]["completion_tokens"] == 6
     assert late["choices"][0]["finish_reason"] == "stop"

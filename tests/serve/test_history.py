@@ -121,6 +121,8 @@ def test_what_we_answered_comes_back_as_it_was(text: ChatText) -> None:
         ([{"role": "user", "content": [{"type": "audio"}]}], "messages.0.content.0"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0"),
+        ([{"role": "user", "content": [{"type": {}}]}], "messages.0.content.0.type"),
+        ([{"role": "user", "content": [{"type": []}]}], "messages.0.content.0.type"),
         ([{"role": "assistant", "tool_calls": "x"}], "messages.0.tool_calls"),
         ([{"role": "assistant", "tool_calls": [7]}], "messages.0.tool_calls.0"),
         (

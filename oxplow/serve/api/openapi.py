@@ -92,7 +92,8 @@ def _chat(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _completion(names: Sequence[str]) -> dict[str, Any]:
-    prompt = {"oneOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 4}]}
+    some = {"type": "string", "minLength": 1}
+    prompt = {"oneOf": [some, {"type": "array", "items": some, "minItems": 1, "maxItems": 4}]}
     properties = {
         "model": {"enum": list(names)},
         "prompt": prompt,

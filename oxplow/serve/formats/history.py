@@ -124,6 +124,8 @@ def _part(
     if not isinstance(part, Mapping):
         raise _refusal("a content part must be an object", type(part).__name__, "object", where)
     kind = part.get("type", "text" if "text" in part else None)
+    if not isinstance(kind, str):
+        raise _refusal("a content part has no type", repr(kind), "text", f"{where}.type")
     if kind in _IGNORED_PARTS:
         return []
     if kind in _TEXT_PARTS:

@@ -158,7 +158,8 @@ def _tools(listed: list[Any]) -> tuple[list[Any], dict[str, str]]:
     namespaces: dict[str, str] = {}
     for tool in listed:
         if isinstance(tool, Mapping) and tool.get("type") == "namespace":
-            for inner in tool.get("tools") or []:
+            nested = tool.get("tools")
+            for inner in nested if isinstance(nested, list) else []:
                 tools.append(inner)
                 if isinstance(inner, Mapping) and isinstance(inner.get("name"), str):
                     namespaces[inner["name"]] = str(tool.get("name") or "")
