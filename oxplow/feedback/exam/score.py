@@ -60,7 +60,7 @@ def judge_call(part: str, item: str, answer: Answer, question: ToolItem) -> Outc
     is_valid = isinstance(arguments, dict)
     is_right = is_valid and answer.calls[0].name == question.name
     is_right = is_right and _same_object(arguments, question.arguments)
-    return _outcome(part, item, str(len(question.tools)), answer, is_right, is_valid, wanted)
+    return _outcome(part, item, question.name, answer, is_right, is_valid, wanted)
 
 
 def judge_json(part: str, item: str, answer: Answer, question: JsonItem) -> Outcome:
