@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_ALIGNMENT = 64  # bytes: a cache line, as torch's own allocator gives
 
 
 class CacheTensors:
@@ -42,7 +44,7 @@ class CacheTensors:
         self._layers: dict[int, LayerCaches] = {}
         for c in components:
             units = num_blocks if c.per is Per.BLOCK else num_slots
-            pool = torch.zeros(units, *c.shape, dtype=_DTYPES[c.dtype], device=device)
+            pool = _zeros((units, *c.shape), _DTYPES[c.dtype], device)
             self._layers.setdefault(c.layer, {})[c.name] = pool
 
     def __getitem__(self, layer: int) -> LayerCaches:
@@ -52,3 +54,13 @@ class CacheTensors:
     def nbytes(self) -> int:
         """Bytes of all pools."""
         return sum(pool.nbytes for layer in self._layers.values() for pool in layer.values())
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a zeroed pool; on the CPU its pages take memory only once they are written."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    if device.type != "cpu" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = torch.from_numpy(np.zeros(size + _ALIGNMENT, dtype=np.uint8))
+    skip = -raw.data_ptr() % _ALIGNMENT
+    return raw[skip : skip + size].view(dtype).view(shape)
