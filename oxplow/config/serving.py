@@ -61,7 +61,7 @@ class LimitsConfig:
 
     cache_mib: int | None = field(
         default=None,
-        metadata={"doc": "MiB for cached state; unset: 40% of free memory, 4096 at most"},
+        metadata={"doc": "MiB for cached state; unset: 1024, or twice the longest request"},
     )
     max_running: int = field(
         default=16, metadata={"doc": "answers that are computed at once; each has a state slot"}

@@ -13,19 +13,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from oxplow.cache.plan import CacheBudget
+from oxplow.cache.plan import CacheBudget, blocks_for, plan_cache
 from oxplow.cache.prefix import PictureSpan
+from oxplow.cache.spec import Component, Per, bytes_per
 from oxplow.config import Facts as MachineFacts
-from oxplow.config import load_config, resolve
+from oxplow.config import ResolvedConfig, load_config, resolve
 from oxplow.contracts import CONTRACTS
 from oxplow.engine.core import EngineCore
 from oxplow.engine.events import ChoiceEnd, Event, PromptDone, TokenOut
-from oxplow.engine.llm import open_engine
+from oxplow.engine.llm import model_revision
 from oxplow.engine.options import EngineOptions
 from oxplow.engine.request import FinishReason, Picture, Request
+from oxplow.engine.runner import trunk_components
 from oxplow.engine.sampling import TokenLogprob
 from oxplow.errors import ConfigError
-from oxplow.model.load import LoadOptions
+from oxplow.model.load import LoadOptions, load_model
 from oxplow.ops.kernels import builtin_kernels
 from oxplow.ops.table import Facts, OpTable, select
 from oxplow.serve.engine_port import (
@@ -42,11 +44,12 @@ from oxplow.serve.engine_settings import EngineSettings
 from oxplow.serve.machine import available_memory_bytes, devices_that_answer, physical_cores
 from oxplow.serve.mask import MaskFactory
 from oxplow.serve.model_files import ModelFiles, read_model_files
+from oxplow.trace import EventRing
 
 __all__ = ["ServedCore", "build_core"]
 
-_DEFAULT_SHARE = 0.4  # of the free memory, where no budget is given
-_MOST_BYTES = 4 << 30  # more is taken only when asked for
+_HOST_SHARE, _DEVICE_SHARE = 0.5, 0.85  # of the free memory, where no budget is given
+_MODEST_BYTES = 1 << 30  # on the host more is taken only for the longest request, or when asked
 _DEFAULT_LEN = 1 << 17
 
 
@@ -55,14 +58,10 @@ def build_core(settings: EngineSettings) -> Core:
     directory = Path(settings.directory)
     files = read_model_files(directory)
     runtime = load_config(None, settings.settings, {}).runtime
-    length = _model_len(settings, files)
-    facts = MachineFacts(
-        physical_cores=physical_cores(),
-        devices=devices_that_answer(),
-        model_max_len_tokens=files.max_positions,
-    )
-    decided = resolve(runtime, facts)
-    torch.set_num_threads(decided.threads)
+    decided = resolve(runtime, _machine(files))
+    # The front and the workers need a core too; a number that was asked for is kept.
+    threads = runtime.compute.threads or max(1, decided.threads - 1)
+    torch.set_num_threads(threads)
     ops = select(
         builtin_kernels(),
         CONTRACTS,
@@ -73,17 +72,20 @@ def build_core(settings: EngineSettings) -> Core:
         ),
         runtime.preferred_kernels(),
     )
-    budget = CacheBudget(
-        total_bytes=settings.cache_bytes or _free_share(),
-        num_slots=settings.num_slots,
-        max_model_len=length,
+    model = load_model(directory, ops, LoadOptions(block_size=decided.block_size_tokens))
+    components = trunk_components(model)
+    budget = _budget(settings, files, components, decided)
+    core = EngineCore(
+        model,
+        ops,
+        plan_cache(components, model.block_size, budget),
+        EngineOptions(max_waiting=settings.max_waiting),
+        revision=model_revision(directory),
+        ring=EventRing(runtime.trace.capacity_events),
     )
-    load = LoadOptions(block_size=decided.block_size_tokens)
-    options = EngineOptions(max_waiting=settings.max_waiting)
-    core = open_engine(directory, ops, budget, load=load, options=options)
     head = (
-        f"model: {directory.name}, at most {length} tokens a request",
-        f"compute: {decided.device}, {decided.activation_dtype}, {decided.threads} thread(s)",
+        f"model: {directory.name}, at most {core.plan.max_model_len} tokens a request",
+        f"compute: {decided.device}, {decided.activation_dtype}, {threads} thread(s)",
         f"kernels: {_kernel_line(ops)}",
     )
     return ServedCore(core, files, (*head, *core.plan.lines()))
@@ -210,21 +212,57 @@ def _picture(picture: WirePicture) -> Picture:
     )
 
 
-def _model_len(settings: EngineSettings, files: ModelFiles) -> int:
-    """Decide the longest request: as asked, else what the model allows within our default."""
+def _machine(files: ModelFiles) -> MachineFacts:
+    return MachineFacts(
+        physical_cores=physical_cores(),
+        devices=devices_that_answer(),
+        model_max_len_tokens=files.max_positions,
+    )
+
+
+def _budget(
+    settings: EngineSettings,
+    files: ModelFiles,
+    components: Sequence[Component],
+    decided: ResolvedConfig,
+) -> CacheBudget:
+    """Decide bytes and the longest request; what was not asked for is made to fit.
+
+    Raises ConfigError where the asked length exceeds the model's.
+    """
     limit, asked = files.max_positions, settings.max_model_len
-    if asked is None:
-        return min(limit or _DEFAULT_LEN, _DEFAULT_LEN)
-    if limit is not None and asked > limit:
+    if asked is not None and limit is not None and asked > limit:
         raise ConfigError(
             "the asked length exceeds the model's", got=asked, wanted=f"at most {limit}"
         )
-    return asked
+    block_bytes = bytes_per(components, Per.BLOCK)
+    slots = settings.num_slots * bytes_per(components, Per.SLOT)
+    size = decided.block_size_tokens
+    longest = asked or min(limit or _DEFAULT_LEN, _DEFAULT_LEN)
+    needed = slots + blocks_for(longest, size) * block_bytes
+    free = _free_bytes(decided.device)
+    total = settings.cache_bytes
+    if total is None:
+        wish = free if decided.device != "cpu" else max(_MODEST_BYTES, 2 * needed)
+        total = min(wish, free)
+    if asked is None and needed > total > slots:
+        longest = max(2, (total - slots) // block_bytes * size)
+    return CacheBudget(
+        total_bytes=total, num_slots=settings.num_slots, max_model_len=min(longest, _most(limit))
+    )
 
 
-def _free_share() -> int:
-    free = available_memory_bytes()
-    return _MOST_BYTES if free is None else min(_MOST_BYTES, int(free * _DEFAULT_SHARE))
+def _most(limit: int | None) -> int:
+    return limit if limit is not None else 1 << 30
+
+
+def _free_bytes(device: str) -> int:
+    """Return what caches may take: a share of what is free where they lie, now that weights are."""
+    if device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        return int(free * _DEVICE_SHARE)
+    free_host = available_memory_bytes()
+    return _MODEST_BYTES if free_host is None else int(free_host * _HOST_SHARE)
 
 
 def _kernel_line(ops: OpTable) -> str:

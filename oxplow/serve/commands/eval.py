@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
+_COLUMNS = ("figure", "value", "95%", "of")
+_PAIR_COLUMNS = ("figure", "A", "B", "lost", "gained", "B - A, 95%", "p")
 _SPARE_TOKENS = 256  # beside the longest haystack: the answer, and thinking that cannot be off
 
 
@@ -71,30 +73,37 @@ def _eval(
     from oxplow.feedback.exam import FULL, QUICK
 
     plan, given = QUICK if quick else FULL, session(context)
+    for path in (save, append):  # told before the work, not after it
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError("there is no such folder", got=path.parent, where=path)
     run = _Runs(given, model, plan, [p.strip() for p in only.split(",") if p.strip()])
-    command = "oxplow eval" + (" --quick" if quick else "") + f" --model {model}"
+    command = " ".join(["oxplow", *(f"--set {a}" for a in given.assignments), "eval"])
+    command += (" --quick" if quick else "") + f" --model {model}"
     command += f" --only {only}" if only else ""
     if compare is None:
         result = run.side(settings, save)
         command += f" --settings {settings}" if settings else ""
-        record = {"command": command, **result.about, "plan": plan.name} | _figures(result, plan)
-        rows = run.table(result)
-    elif settings:
+        record = {"command": command, **result.about} | _figures(result, plan)
+        columns, rows = _COLUMNS, run.table(result)
+    else:
+        _refuse_settings(settings)
+        sides = [run.resolve(text, save, name) for text, name in zip(compare, "ab", strict=True)]
+        command += f" --compare '{compare[0]}' '{compare[1]}'"
+        record = {"command": command, "plan": plan.name} | _comparison(*sides)
+        columns, rows = _PAIR_COLUMNS, _changed(*sides)
+    if append is not None:
+        with append.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    report(columns, rows, title=command, record=record, as_json=as_json)
+
+
+def _refuse_settings(settings: str) -> None:
+    if settings:
         raise ConfigError(
             "--settings has no side to stand on beside --compare",
             got=settings,
             wanted="the settings of each side in --compare itself",
         )
-    else:
-        sides = [run.resolve(text, save, name) for text, name in zip(compare, "ab", strict=True)]
-        command += f" --compare '{compare[0]}' '{compare[1]}'"
-        record = {"command": command, "plan": plan.name} | _comparison(*sides)
-        rows = _changed(*sides)
-    if append is not None:
-        with append.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-    columns = ("figure", "value", "95%", "of") if compare is None else _COLUMNS
-    report(columns, rows, title=command, record=record, as_json=as_json)
 
 
 class _Runs:
@@ -174,9 +183,6 @@ def _figures(result: ExamResult, plan: ExamPlan) -> dict[str, Any]:
 
     told = figures(result)
     return told | {"budget_s": plan.budget_s, "in_budget": told["seconds"] <= plan.budget_s}
-
-
-_COLUMNS = ("figure", "A", "B", "lost", "gained", "B - A, 95%", "p")
 
 
 def _comparison(a: ExamResult, b: ExamResult) -> dict[str, Any]:
