@@ -36,6 +36,7 @@ MODEL_FLAGS: tuple[Flag, ...] = (
     Flag("--chat-template", "serve.chat_template", str, "File of a chat template."),
     Flag("--device", "compute.device", str, "Where to compute, such as cpu or cuda:0."),
     Flag("--threads", "compute.threads", int, "CPU threads; one per physical core if none."),
+    Flag("--deterministic", "compute.deterministic", bool, "Same bits in any batch; slower."),
     Flag("--max-model-len", "cache.max_model_len_tokens", int, "Longest request in tokens."),
     Flag("--cache-mib", "limits.cache_mib", int, "MiB for cached state."),
     Flag("--max-running", "limits.max_running", int, "Answers that are computed at once."),
