@@ -41,6 +41,7 @@ from oxplow.serve.engine_port import (
     unpack_ids,
 )
 from oxplow.serve.engine_settings import EngineSettings
+from oxplow.serve.loading import told_progress
 from oxplow.serve.machine import available_memory_bytes, devices_that_answer, physical_cores
 from oxplow.serve.mask import MaskFactory
 from oxplow.serve.model_files import ModelFiles, read_model_files
@@ -49,6 +50,7 @@ from oxplow.trace import EventRing
 __all__ = ["ServedCore", "build_core"]
 
 _HOST_SHARE, _DEVICE_SHARE = 0.5, 0.85  # of the free memory, where no budget is given
+_WIDEN_SHARE = 0.25  # of the memory that caches may take, for weights widened to float32
 _MODEST_BYTES = 1 << 30  # on the host more is taken only for the longest request, or when asked
 _DEFAULT_LEN = 1 << 17
 
@@ -72,7 +74,10 @@ def build_core(settings: EngineSettings) -> Core:
         ),
         runtime.preferred_kernels(),
     )
-    model = load_model(directory, ops, LoadOptions(block_size=decided.block_size_tokens))
+    widened = _weight_dtype(directory, decided)
+    load = LoadOptions(block_size=decided.block_size_tokens, weight_dtype=widened)
+    with told_progress(directory.name) as progress:
+        model = load_model(directory, ops, load, progress)
     components = trunk_components(model)
     budget = _budget(settings, files, components, decided)
     core = EngineCore(
@@ -86,6 +91,7 @@ def build_core(settings: EngineSettings) -> Core:
     head = (
         f"model: {directory.name}, at most {core.plan.max_model_len} tokens a request",
         f"compute: {decided.device}, {decided.activation_dtype}, {threads} thread(s)",
+        f"weights: {'as stored' if widened is None else 'widened to float32'}",
         f"kernels: {_kernel_line(ops)}",
     )
     return ServedCore(core, files, (*head, *core.plan.lines()))
@@ -218,6 +224,17 @@ def _machine(files: ModelFiles) -> MachineFacts:
         devices=devices_that_answer(),
         model_max_len_tokens=files.max_positions,
     )
+
+
+def _weight_dtype(directory: Path, decided: ResolvedConfig) -> torch.dtype | None:
+    """Return float32 where a CPU computes in it and has room: narrow weights are widened each call.
+
+    FP8 tensors stay one byte either way. None keeps every tensor as it is stored.
+    """
+    if decided.device != "cpu" or decided.activation_dtype != "float32":
+        return None
+    stored = sum(shard.stat().st_size for shard in directory.glob("*.safetensors"))
+    return torch.float32 if 2 * stored < _WIDEN_SHARE * _free_bytes("cpu") else None
 
 
 def _budget(
