@@ -321,6 +321,7 @@ def test_command_reports_every_figure_and_keeps_every_item(directory: Path, tmp_
     assert told["held_out"] == {"code": ["networkx", "pygments"], "prose": ["pydoc_data.topics"]}
     assert told["settings"] == {"weights": "fp32", "attention": "sparse"}
     assert json.loads(log.read_text()) == told
+    assert told["command"] == (f"oxplow --set compute.threads=1 eval --quick --model {directory}")
     kept = exam.load_result(saved)
     assert len(kept.outcomes) == 16 + 2 + 2 + 3 + 3
     assert kept.failures == 0
@@ -349,6 +350,12 @@ def test_settings_beside_a_comparison_are_refused(directory: Path) -> None:
     args = ["eval", "--settings", "weights=bf16", "--compare", "default", "weights=bf16"]
     done = runner.invoke(cli.app, args)
     assert isinstance(done.exception, ConfigError)
+
+
+def test_folder_that_is_not_there_is_told_before_the_work(tmp_path: Path) -> None:
+    for option in ("--save", "--append"):
+        args = ["eval", "--model", "gone", option, str(tmp_path / "gone" / "x.json")]
+        assert "no such folder" in str(runner.invoke(cli.app, args).exception)
 
 
 def test_missing_model_and_missing_file_are_told(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-_COLUMNS = ("figure", "value", "95%", "of")
-_PAIR_COLUMNS = ("figure", "A", "B", "lost", "gained", "B - A, 95%", "p")
+_COLUMNS: tuple[str, ...] = ("figure", "value", "95%", "of")
+_PAIR_COLUMNS: tuple[str, ...] = ("figure", "A", "B", "lost", "gained", "B - A, 95%", "p")
 _SPARE_TOKENS = 256  # beside the longest haystack: the answer, and thinking that cannot be off
 
 
