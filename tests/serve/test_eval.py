@@ -258,6 +258,7 @@ def test_call_is_read_by_the_parser_of_the_served_path(
     assert (params.temperature, params.top_p) == (0.0, 1.0)
     prompt = vocabulary.decode(unpack_ids(core.works[0].prompt), skip_special=False)
     assert brew.messages[0]["content"] in prompt
+    assert prompt.endswith("<|assistant|><think></think>")
 
 
 def test_attending_everywhere_equals_selecting_everything(
