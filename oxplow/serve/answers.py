@@ -87,6 +87,7 @@ class AnswerReader:
         self._marks = _mark_tokens(vocabulary) if shape.is_chat else {}
         self.usage = Usage()
         self.prompt_rows: tuple[TokenRow, ...] | None = None
+        self.queued_s: float | None = None
         self.num_dropped_calls = 0
         self._choices = [self._open() for _ in range(num_choices)]
 
@@ -101,6 +102,8 @@ class AnswerReader:
         for delta in deltas:
             if delta.cached_tokens is not None:
                 self.usage.cached_tokens, self.usage.miss = delta.cached_tokens, delta.miss
+            if delta.queued_s is not None:
+                self.queued_s = delta.queued_s
             if delta.prompt_rows is not None:
                 self.prompt_rows = delta.prompt_rows
             choice = self._choices[delta.index]

@@ -7,6 +7,7 @@ Invariant: what is printed at start is what runs; the cache budget is decided he
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from oxplow.engine.core import EngineCore
 from oxplow.engine.events import ChoiceEnd, Event, PromptDone, TokenOut
 from oxplow.engine.llm import model_revision
 from oxplow.engine.options import EngineOptions
-from oxplow.engine.request import FinishReason, Picture, Request
+from oxplow.engine.request import FinishReason, Picture, Request, RequestStatus
 from oxplow.engine.runner import trunk_components
 from oxplow.engine.sampling import TokenLogprob
 from oxplow.errors import ConfigError
@@ -111,6 +112,7 @@ class ServedCore:
             has_vision=files.media is not None,
             lines=tuple(lines),
         )
+        self._queued: dict[str, float] = {}  # since when a request waits
         self._masks = MaskFactory(files.tokenizer_path, vocab_size, spec.eos_token_ids)
 
     @property
@@ -138,6 +140,7 @@ class ServedCore:
                 reuse_prefix=work.reuse_prefix,
             )
         )
+        self._queued[work.request_id] = time.monotonic()
 
     def abort(self, request_id: str) -> None:
         """Stop a request."""
@@ -149,7 +152,20 @@ class ServedCore:
 
     def step(self) -> Sequence[Delta]:
         """Run one step."""
-        return _deltas(self._core.step())
+        deltas = _deltas(self._core.step())
+        return [*self._left_queue(), *deltas] if self._queued else deltas
+
+    def _left_queue(self) -> list[Delta]:
+        """Tell how long those waited that this step took in."""
+        left: list[Delta] = []
+        for request_id, since in list(self._queued.items()):
+            choices = self._core.book.choices(request_id)
+            if choices and choices[0].status is RequestStatus.WAITING:
+                continue
+            del self._queued[request_id]
+            waited = time.monotonic() - since
+            left.append(Delta(request_id=request_id, index=0, queued_s=waited))
+        return left
 
     def stats(self) -> EngineStats:
         """Count."""

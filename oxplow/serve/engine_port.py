@@ -110,7 +110,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Tell what one choice gained in a step.
 
     `finish` is stop, length, aborted or failed; `failure` says why it failed. `cached_tokens` is
-    known from the first delta on. `prompt_rows` has one entry for each prompt token but the first.
+    told once, when the prompt is computed; `prompt_rows` has one entry for each prompt token but
+    the first. `queued_s` is told once, when the request leaves the queue.
     """
 
     request_id: str
@@ -122,6 +123,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
     cached_tokens: int | None = None
     miss: str = ""
+    queued_s: float | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):

@@ -335,11 +335,12 @@ def test_command_reports_every_figure_and_keeps_every_item(directory: Path, tmp_
 def test_two_settings_are_compared_on_the_same_items(directory: Path, tmp_path: Path) -> None:
     keep = tmp_path / "pair.json"
     told = last_json(
-        "--model", str(directory), "--only", "text,json", "--save", str(keep),
+        "--model", str(directory), "--only", "text,json,needle", "--lengths", "1024",
+        "--save", str(keep),
         "--compare", "attention=sparse", "attention=dense",
     )  # fmt: skip
     assert told["unpaired"] == 0
-    assert set(told["flips"]) == {"json"}  # type: ignore[call-overload]
+    assert set(told["flips"]) == {"json", "needle_1024"}  # type: ignore[call-overload]
     change = told["changes"]["bits per byte, code"]  # type: ignore[index]
     assert change["difference"]["value"] == pytest.approx(change["b"] - change["a"])
     assert change["difference"]["value"] != 0
@@ -351,6 +352,11 @@ def test_settings_beside_a_comparison_are_refused(directory: Path) -> None:
     args = ["eval", "--settings", "weights=bf16", "--compare", "default", "weights=bf16"]
     done = runner.invoke(cli.app, args)
     assert isinstance(done.exception, ConfigError)
+
+
+def test_length_that_the_plan_lacks_is_refused() -> None:
+    done = runner.invoke(cli.app, ["eval", "--model", "gone", "--lengths", "1024,1025"])
+    assert str(done.exception).startswith("the plan has no such length; got 1025; wanted 1024, ")
 
 
 def test_folder_that_is_not_there_is_told_before_the_work(tmp_path: Path) -> None:

@@ -132,6 +132,19 @@ def test_a_full_queue_answers_429_with_a_time(model_dir: Path) -> None:
         assert results[0].status_code == 200
 
 
+def test_a_client_that_leaves_in_its_body_is_no_fault(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    for sent in (b"", b"{"):
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as line:
+            line.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
+            line.sendall(b"content-length: 100\r\n\r\n" + sent)
+            time.sleep(0.1)
+    assert wait_for(lambda: server.service.body_bytes == 0)
+    assert server.chat("</think>ok").status_code == 200
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
+
+
 def test_a_slow_body_is_given_up(model_dir: Path) -> None:
     with running(options(model_dir, limits=Limits(body_timeout_s=0.3))) as small:
         address = ("127.0.0.1", int(small.url.rpartition(":")[2]))

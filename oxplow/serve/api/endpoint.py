@@ -13,11 +13,11 @@ from contextlib import aclosing
 from typing import Protocol, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from oxplow.errors import OxplowError
-from oxplow.serve.api.errors import ApiError, api_error
+from oxplow.serve.api.errors import ApiError, api_error, overloaded
 from oxplow.serve.api.run import Run, Told
 from oxplow.serve.api.service import Service
 from oxplow.serve.api.sse import EventStream, client_left
@@ -92,7 +92,7 @@ async def job(service: Service, work: Callable[..., _T], *arguments: object) -> 
 
 
 async def read_body(request: Request, service: Service) -> bytes:
-    """Read the whole body within the limits. Raises ApiError."""
+    """Read the whole body within the limits. Raises ApiError or ClientLeftError."""
     limits = service.limits
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limits.max_body_bytes:
@@ -100,17 +100,25 @@ async def read_body(request: Request, service: Service) -> bytes:
     chunks: list[bytes] = []
     size = 0
     stream = request.stream()
-    while True:
-        try:
-            chunk = await asyncio.wait_for(anext(stream), limits.body_timeout_s)
-        except StopAsyncIteration:
-            return b"".join(chunks)
-        except TimeoutError:
-            raise ApiError(408, "the body did not arrive in time", code="timeout") from None
-        size += len(chunk)
-        if size > limits.max_body_bytes:
-            raise _too_large(limits.max_body_bytes)
-        chunks.append(chunk)
+    try:
+        while True:
+            try:
+                chunk = await asyncio.wait_for(anext(stream), limits.body_timeout_s)
+            except StopAsyncIteration:
+                return b"".join(chunks)
+            except ClientDisconnect:
+                raise ClientLeftError from None
+            except TimeoutError:
+                raise ApiError(408, "the body did not arrive in time", code="timeout") from None
+            size += len(chunk)
+            service.body_bytes += len(chunk)
+            if size > limits.max_body_bytes:
+                raise _too_large(limits.max_body_bytes)
+            if service.body_bytes > limits.max_bodies_bytes:
+                raise overloaded("too many bytes of requests are being read", 1.0)
+            chunks.append(chunk)
+    finally:
+        service.body_bytes -= size
 
 
 async def while_connected(request: Request, work: Awaitable[_T]) -> _T:

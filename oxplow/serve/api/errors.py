@@ -18,7 +18,16 @@ from starlette.responses import Response
 from oxplow.errors import CapacityError, OxplowError, RequestError
 from oxplow.serve.engine_port import Refused
 
-__all__ = ["ApiError", "api_error", "error_body", "error_response", "failure_of", "refusal_of"]
+__all__ = [
+    "ApiError",
+    "api_error",
+    "error_body",
+    "error_response",
+    "failure_of",
+    "overloaded",
+    "refusal_of",
+    "unavailable",
+]
 
 _STATUS_OF_CODE: Mapping[str, int] = {"model_not_found": 404}
 _ANTHROPIC_TYPES: Mapping[int, str] = {

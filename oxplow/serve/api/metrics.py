@@ -63,7 +63,7 @@ class Metrics:
             "oxplow_time_between_tokens_seconds", "Between two readings of one answer."
         )
         self.queue_time = histogram(
-            "oxplow_queue_time_seconds", "From the request to its admission by the engine."
+            "oxplow_queue_time_seconds", "How long requests waited for memory."
         )
         self.duration = histogram("oxplow_request_seconds", "From the request to its end.")
         self.loop_lag = Gauge(

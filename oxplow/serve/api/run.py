@@ -8,6 +8,7 @@ engine; choices of several prompts are numbered prompt by prompt.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -16,13 +17,15 @@ from dataclasses import replace
 import msgspec
 
 from oxplow.serve.answers import AnswerReader, ChoiceEvent, Ended, Usage
-from oxplow.serve.api.errors import ApiError, failure_of, refusal_of
+from oxplow.serve.api.errors import failure_of, refusal_of, unavailable
 from oxplow.serve.api.service import Service
 from oxplow.serve.engine_port import Refused, Work
 from oxplow.serve.link.client import Ticket
 from oxplow.serve.prepare.prepared import Prepared
 
 __all__ = ["Run"]
+
+log = logging.getLogger(__name__)
 
 Told = list[tuple[int, ChoiceEvent]]
 
@@ -60,16 +63,28 @@ class Run:
         for ticket in self._tickets:
             self._service.engine.close_ticket(ticket)
         for reader in self._readers:
+            if reader.queued_s is not None:
+                metrics.queue_time.observe(reader.queued_s)
             metrics.dropped_calls.inc(reader.num_dropped_calls)
             if reader.usage.miss:
                 metrics.misses.labels(reader.usage.miss).inc()
-        metrics.duration.observe(time.monotonic() - self._began)
+        took_s = time.monotonic() - self._began
+        metrics.duration.observe(took_s)
+        usage = self.usage
+        log.info(
+            "request %s: %s prompt tokens, %s of them cached, %s generated, %.2f s",
+            self.request_id,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+            took_s,
+        )
 
     @property
     def usage(self) -> Usage:
         """Return the counts of all prompts and choices so far."""
         total = Usage()
-        for work, reader in zip(self._works, self._readers, strict=True):
+        for work, reader in zip(self._works, self._readers, strict=False):
             total.prompt_tokens += len(work.prompt) // 4
             total.cached_tokens += reader.usage.cached_tokens
             total.completion_tokens += reader.usage.completion_tokens
@@ -96,13 +111,7 @@ class Run:
         service = self._service
         service.open_answers.add(self.request_id)
         if service.is_leaving:
-            raise ApiError(
-                503,
-                "the server is shutting down",
-                kind="server_error",
-                code="unavailable",
-                headers={"Retry-After": "5"},
-            )
+            raise unavailable("the server is shutting down")
         self._works = tuple(
             self._fitted(msgspec.structs.replace(work, request_id=f"{self.request_id}-{number}"))
             for number, work in enumerate(self._works)
@@ -115,7 +124,6 @@ class Run:
             answer = await ticket.admission
             if isinstance(answer, Refused):
                 raise refusal_of(answer, max(1.0, service.engine.stats.predicted_wait_s))
-        service.metrics.queue_time.observe(time.monotonic() - self._began)
 
     def _fitted(self, work: Work) -> Work:
         """Cut a budget that cannot fit to what fits, where the API means it as a ceiling."""

@@ -1,8 +1,8 @@
 """What every endpoint works with: the engine, the workers, the limits, the counts.
 
 Owns no behaviour beyond wiring. Knows no endpoint.
-Invariant: one `Service` per application; nothing here is changed after the start but the flag that
-says the server is leaving.
+Invariant: one `Service` per application; after the start only the state of this moment changes:
+whether the server is leaving, what is being read and answered.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ __all__ = ["Limits", "Service"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bound what a client may cost. Sizes in bytes, times in seconds."""
+    """Bound what a client may cost, and all bodies that are read at once. Bytes and seconds."""
 
     max_body_bytes: int = 64 << 20
+    max_bodies_bytes: int = 1 << 30
     body_timeout_s: float = 60.0
     keep_alive_s: float = 10.0
     grace_s: float = 30.0
@@ -43,6 +44,7 @@ class Service:
     metrics: Metrics
     started_at: int
     is_leaving: bool = False
+    body_bytes: int = 0  # of requests that are being read
     open_answers: set[str] = field(default_factory=set)
 
     async def until_answered(self) -> None:

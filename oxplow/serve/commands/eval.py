@@ -61,6 +61,9 @@ def _eval(
     only: Annotated[
         str, typer.Option(help="Parts: text, needle, tool_call, json, picture, draft.")
     ] = "",
+    lengths: Annotated[
+        str, typer.Option(help="Needle lengths in tokens, such as 4096,8192; all if none.")
+    ] = "",
     save: Annotated[
         Path | None, typer.Option(help="Keep every item's outcome in this JSON file.")
     ] = None,
@@ -76,10 +79,12 @@ def _eval(
     for path in (save, append):  # told before the work, not after it
         if path is not None and not path.parent.is_dir():
             raise ConfigError("there is no such folder", got=path.parent, where=path)
+    plan = _with_lengths(plan, lengths)
     run = _Runs(given, model, plan, [p.strip() for p in only.split(",") if p.strip()])
     command = " ".join(["oxplow", *(f"--set {a}" for a in given.assignments), "eval"])
     command += (" --quick" if quick else "") + f" --model {model}"
     command += f" --only {only}" if only else ""
+    command += f" --lengths {lengths}" if lengths else ""
     if compare is None:
         result = run.side(settings, save)
         command += f" --settings {settings}" if settings else ""
@@ -95,6 +100,16 @@ def _eval(
         with append.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
     report(columns, rows, title=command, record=record, as_json=as_json)
+
+
+def _with_lengths(plan: ExamPlan, lengths: str) -> ExamPlan:
+    """Keep the plan's haystacks of the named lengths; their items stay the same."""
+    named = [p.strip() for p in lengths.split(",") if p.strip()]
+    if unknown := [n for n in named if n not in map(str, plan.haystacks)]:
+        wanted = ", ".join(map(str, plan.haystacks))
+        raise ConfigError("the plan has no such length", got=", ".join(unknown), wanted=wanted)
+    kept = {n: count for n, count in plan.haystacks.items() if not named or str(n) in named}
+    return replace(plan, haystacks=kept)
 
 
 def _refuse_settings(settings: str) -> None:
