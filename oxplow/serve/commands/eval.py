@@ -32,6 +32,19 @@ _PAIR_COLUMNS: tuple[str, ...] = ("figure", "A", "B", "lost", "gained", "B - A, 
 _SPARE_TOKENS = 256  # beside the longest haystack: the answer, and thinking that cannot be off
 
 
+Settings = Annotated[
+    str,
+    typer.Option(
+        help="KEY=VALUE,...: weights (stored, fp32, bf16), attention (sparse, dense), or a "
+        "dotted name of `oxplow config --show`."
+    ),
+]
+Compare = Annotated[
+    tuple[str, str] | None,
+    typer.Option(help="Two sides, each a saved result or settings: paired flips, A to B."),
+]
+
+
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
     app.command(
@@ -47,17 +60,8 @@ def _eval(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer items: under 5 minutes on 2 cores for the nano.")
     ] = False,
-    settings: Annotated[
-        str,
-        typer.Option(
-            help="KEY=VALUE,...: weights (stored, fp32, bf16), attention (sparse, dense), or a "
-            "dotted name of `oxplow config --show`."
-        ),
-    ] = "",
-    compare: Annotated[
-        tuple[str, str] | None,
-        typer.Option(help="Two sides, each a saved result or settings: paired flips, A to B."),
-    ] = None,
+    settings: Settings = "",
+    compare: Compare = None,
     only: Annotated[
         str, typer.Option(help="Parts: text, needle, tool_call, json, picture, draft.")
     ] = "",
@@ -175,10 +179,16 @@ class _Teller:
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
+        self._done = 0.0
 
     def note(self, part: str, share: float) -> None:
-        """Advance by a share of the run."""
+        """Advance by a share of the run; where there is no bar, say every tenth of it."""
+        before = int(10 * self._done)
+        self._done += share
         self._progress.update(self._task, advance=share, part=part)
+        console = self._progress.console
+        if not console.is_terminal and int(10 * self._done) > before:
+            console.print(f"{100 * self._done:.0f}% done, at {part}")
 
 
 def _bar() -> Progress:
