@@ -156,13 +156,18 @@ def _near_tie(row: Row, token: int) -> bool:
     return row.score(token) + _score_rounding(row, token) >= best
 
 
-def _score_rounding(row: Row, token: int) -> float:
-    """Rounding of logit / temperature, of the two logarithms, and of 1 - u next to u = 1."""
-    u = (noise_bits(row.seed, row.position, token) + 0.5) / 2**32
-    noise = gumbel(row.seed, row.position, token)
+def noise_rounding(seed: int, position: int, token: int) -> float:
+    """Bound float32 noise against `gumbel`: the two logarithms, and 1 - u next to u = 1."""
+    u = (noise_bits(seed, position, token) + 0.5) / 2**32
     near_one = u / ((1 - u) * -math.log1p(-u))
+    return 4 * UNIT_ROUNDOFF[torch.float32] * (abs(gumbel(seed, position, token)) + 1 + near_one)
+
+
+def _score_rounding(row: Row, token: int) -> float:
+    """Add the rounding of logit / temperature to that of the noise."""
     scaled = abs(row.logits[token] / row.temperature)
-    return 4 * UNIT_ROUNDOFF[torch.float32] * (scaled + abs(noise) + 1 + near_one)
+    noise = noise_rounding(row.seed, row.position, token)
+    return 4 * UNIT_ROUNDOFF[torch.float32] * scaled + noise
 
 
 def _case(

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oxplow.contracts.sampling import Row, gumbel, mix64, noise_bits
+from oxplow.contracts.sampling import Row, gumbel, mix64, noise_bits, noise_rounding
 from oxplow.ops.kernels.torch import sampling
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -64,13 +64,15 @@ def test_the_mixer_is_splitmix64() -> None:
 
 
 @given(seed=INT64, position=st.integers(0, 2**40), token=st.integers(0, 2**20))
+@example(seed=239, position=28070, token=239)  # u next to 1, where float32 holds 1 - u badly
 @settings(max_examples=200, deadline=None)
 def test_both_writings_of_the_noise_agree(seed: int, position: int, token: int) -> None:
     row = torch.tensor([seed]), torch.tensor([position])
     tokens = torch.tensor([token])
     assert _bits(*row, tokens).item() == noise_bits(seed, position, token)
     noise = -sampling.log_exponential(sampling.row_keys(*row).unsqueeze(1), tokens).item()
-    assert noise == pytest.approx(gumbel(seed, position, token), rel=1e-5, abs=1e-5)
+    wanted, rounding = gumbel(seed, position, token), noise_rounding(seed, position, token)
+    assert abs(noise - wanted) <= rounding
 
 
 def test_noise_is_finite_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
