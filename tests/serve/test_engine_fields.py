@@ -199,6 +199,25 @@ def test_a_picture_changes_the_answer(engine: Running) -> None:
     assert told("red") != told("blue")
 
 
+def test_a_greedy_answer_continues_as_it_would_have_gone_on(engine: Running) -> None:
+    letters = {str(i): 50 for i in range(64, 90)}
+    user = {"role": "user", "content": "go"}
+    fields: dict[str, Any] = {"temperature": 0, "logit_bias": letters, "ignore_eos": True}
+
+    def answer(messages: list[dict[str, Any]], tokens: int, **more: Any) -> str:
+        body = {"messages": messages, "max_tokens": tokens, **fields, **more}
+        response = engine.client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        return str(response.json()["choices"][0]["message"]["content"])
+
+    whole = answer([user], 20, enable_thinking=False)
+    assert len(whole) == 20
+    for at in (1, 5, 10, 15, 19):
+        given = {"role": "assistant", "content": whole[:at]}
+        rest = answer([user, given], 20 - at, continue_final_message=True)
+        assert whole[:at] + rest == whole
+
+
 def test_a_long_prompt_does_not_stop_a_short_one(engine: Running) -> None:
     import threading
     import time

@@ -120,6 +120,14 @@ def test_a_picture_that_lies_about_its_size_is_refused(server: Running) -> None:
     assert "pixels" in answer.json()["error"]["message"]
 
 
+def test_pictures_count_towards_the_context(server: Running) -> None:
+    url = data_url(Image.new("RGB", (1500, 1500)))
+    assert ask(server, url).status_code == 200
+    answer = ask(server, url, url, url)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_alpha_that_is_opaque_changes_nothing(server: Running) -> None:
     image = Image.effect_noise((40, 40), 50).convert("RGB")
     core = server.service.engine._transport._driver._core  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ def test_a_worker_that_dies_costs_one_retry(apart: Running) -> None:
 def test_a_dead_engine_is_told_and_replaced(apart: Running) -> None:
     assert apart.client.get("/ready").status_code == 200
     before = apart.service.engine.stats
-    told = events(apart.chat("</think>half@die@", stream=True))
+    told = events(apart.chat("@slow:0.1@</think>half@die@", stream=True))
     assert told[-1] == "[DONE]"
     assert json.loads(told[-2])["error"]["code"] == "unavailable"
     assert apart.client.get("/health").json() == {"status": "ok", "engine": "restarting"}
@@ -71,7 +71,7 @@ def test_a_dead_engine_is_told_and_replaced(apart: Running) -> None:
     assert int(refused.headers["retry-after"]) >= 1
     assert wait_for(lambda: apart.client.get("/ready").status_code == 200, 20)
     assert apart.chat("</think>again").json()["choices"][0]["message"]["content"] == "again"
-    plain = apart.chat("</think>half@die@")
+    plain = apart.chat("@slow:0.1@</think>half@die@")
     assert plain.status_code == 503
     assert wait_for(lambda: apart.client.get("/ready").status_code == 200, 20)
     assert apart.service.engine.stats.prompt_tokens >= before.prompt_tokens
@@ -157,6 +157,17 @@ def test_a_second_signal_hurries(model_dir: Path) -> None:
         program.send_signal(signal.SIGINT)
         assert "[DONE]" in "".join(lines)
     assert program.wait(20) == 0
+
+
+@pytest.mark.slow
+def test_a_signal_while_loading_ends_it_at_once(model_dir: Path) -> None:
+    args = [sys.executable, "-m", "oxplow", "serve", "--model", str(model_dir), "--port", "0"]
+    program = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    assert wait_for(lambda: len(children_of(program.pid)) >= 2, 20)
+    children = children_of(program.pid)
+    program.send_signal(signal.SIGTERM)
+    assert program.wait(5) == 0
+    assert wait_for(lambda: not any(_lives(pid) for pid in children))
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ Invariant: what is printed is what runs; the last line shows how to talk to it.
 
 import asyncio
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,6 +39,8 @@ def register(app: typer.Typer) -> None:
 
 def _serve(context: typer.Context, given: Given, *, inprocess: bool, as_json: bool) -> None:
     """Serve a model to any OpenAI or Anthropic client, by default on 127.0.0.1:8000."""
+    # Until the server has its own way to leave, a signal ends this process as asked.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     from oxplow.serve.cli import start_logging
     from oxplow.serve.server import run_server
 

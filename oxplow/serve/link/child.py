@@ -7,6 +7,7 @@ Invariant: it leaves when the front has died; interrupts are the front's busines
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -43,7 +44,9 @@ def main(folder: str, settings_json: str) -> int:
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     parent = os.getppid()
-    threading.Thread(target=_follow, args=(parent,), name="follow-front", daemon=True).start()
+    threading.Thread(
+        target=_follow, args=(parent, folder), name="follow-front", daemon=True
+    ).start()
     settings = msgspec.json.decode(settings_json, type=EngineSettings)
     context = zmq.Context()
     try:
@@ -86,9 +89,11 @@ def _beat(driver: Driver, mouth: _Mouth) -> None:
         time.sleep(_BEAT_S)
 
 
-def _follow(parent: int) -> None:
+def _follow(parent: int, folder: str) -> None:
+    """Leave when the front has died, and take its folder along."""
     while os.getppid() == parent:
         time.sleep(_BEAT_S)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

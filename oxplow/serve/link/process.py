@@ -8,6 +8,7 @@ replaced, at growing intervals where it keeps stopping; nothing of it is left af
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import sys
@@ -43,6 +44,7 @@ class ProcessTransport:
         self._child: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._is_closing = False
+        self._has_started = False
         self._first_start: asyncio.Future[None] | None = None
 
     async def start(
@@ -60,13 +62,18 @@ class ProcessTransport:
     def send(self, command: Command) -> None:
         """Send a command; dropped while no child lives."""
         if self._commands is not None:
-            self._commands.send(encode(command))  # the queue is unbounded: it never waits
+            # The queue is unbounded, but without a child at its other end a send would wait: such
+            # a command has nobody to do it, and the event loop must not stand still.
+            with contextlib.suppress(zmq.Again):
+                self._commands.send(encode(command), zmq.NOBLOCK)
 
     async def close(self) -> None:
-        """Give the child ten seconds to leave, then end it."""
+        """Give the child ten seconds to leave, then end it; one that still loads is ended now."""
         self._is_closing = True
         child = self._child
         if child is not None and child.returncode is None:
+            if not self._has_started:
+                child.kill()
             try:
                 await asyncio.wait_for(child.wait(), _LEAVE_S)
             except TimeoutError:
@@ -138,4 +145,5 @@ class ProcessTransport:
             on_event(event)
             first = self._first_start
             if isinstance(event, Started) and first is not None and not first.done():
+                self._has_started = True
                 first.set_result(None)
