@@ -159,7 +159,11 @@ class LLM:
         self._thread.join(10.0)
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return self._begun(work).result()
+        future = self._begun(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # after an interrupt it would go on; one that is done stays as it is
 
     async def _cross(self, work: Coroutine[Any, Any, _T]) -> _T:
         return await asyncio.wrap_future(self._begun(work))
@@ -236,4 +240,11 @@ async def _next(source: AsyncIterator[Piece]) -> Piece | None:
 
 
 async def _close(source: Any) -> None:
-    await source.aclose()
+    """Close a source; a step of it that was interrupted may still be unwinding."""
+    for _ in range(100):
+        try:
+            await source.aclose()
+        except RuntimeError:
+            await asyncio.sleep(0.01)
+        else:
+            return

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,17 @@ def test_one_object_does_it_all(model_dir: Path) -> None:
     with pytest.raises(RequestError, match="closed"):
         llm.chat("x")
     llm.close()
+
+
+@pytest.mark.usefixtures("scripted")
+def test_an_interrupt_ends_a_stream_and_leaves_the_model_usable(model_dir: Path) -> None:
+    with LLM(model_dir) as llm:
+        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            list(llm.stream("@slow:0.02@</think>" + "x" * 300))
+        assert llm._open.engine.num_open == 0
+        assert llm.generate("ok") == ["ok"]
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
