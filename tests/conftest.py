@@ -1,6 +1,7 @@
 """Settings that every test shares: offline, one hypothesis profile, devices looked at once."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -18,8 +19,36 @@ settings.register_profile(
 settings.load_profile("oxplow")
 
 
+# Modules of many seconds: whole suites of bit comparisons, processes and media. `make quick` skips
+# them; the ops keep their float32 conformance there.
+SLOW_MODULES = {
+    "feedback/test_gate.py",
+    "model/test_nano.py",
+    "ops/test_invariance_dense.py",
+    "ops/test_invariance_hyper.py",
+    "ops/test_invariance_mla.py",
+    "ops/test_invariance_moe.py",
+    "ops/test_invariance_sampling.py",
+    "ops/test_invariance_vision.py",
+    "ops/test_kda.py",
+    "ops/test_mla.py",
+    "ops/test_moe.py",
+    "ops/test_vision.py",
+    "serve/test_chat_api.py",
+    "serve/test_images.py",
+    "serve/test_pictures_api.py",
+    "serve/test_process.py",
+    "serve/test_streams.py",
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need accelerators this machine lacks, and say so."""
+    """Mark slow modules; skip tests that need accelerators this machine lacks, and say so."""
+    tests = Path(__file__).parent
+    for item in items:
+        inside = item.path.is_relative_to(tests)
+        if inside and item.path.relative_to(tests).as_posix() in SLOW_MODULES:
+            item.add_marker(pytest.mark.slow)
     marked = [i for i in items if i.get_closest_marker("gpu") or i.get_closest_marker("multi_gpu")]
     if not marked:
         return

@@ -34,6 +34,7 @@ def _crossed() -> list[pytest.param]:
             case.name,
             dtypes,
             id=f"{kernel.op}-{kernel.name}-{case.name}-{dtypes[0]}-{dtypes[1]}",
+            marks=[] if dtypes == (torch.float32, torch.float32) else [pytest.mark.slow],
         )
         for kernel in builtin_kernels()
         for case in CONTRACTS[kernel.op].cases
