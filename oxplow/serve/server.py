@@ -105,6 +105,7 @@ def http_server(service: Service) -> uvicorn.Server:
         timeout_graceful_shutdown=5,
         server_header=False,
     )
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its life is told by us
     return _Server(config)
 
 
