@@ -177,6 +177,12 @@ class ChatText:
                 add_generation_prompt=add_generation_prompt,
                 **{**self._variables, **(options or {})},
             )
+        except RecursionError as error:  # in the walk here, in JSON, or in a template's macros
+            raise RequestError(
+                "the conversation or its tools are nested too deeply",
+                param="messages",
+                code="invalid_messages",
+            ) from error
         except TemplateError as error:
             raise RequestError(
                 f"the chat template refuses this conversation: {error}",
