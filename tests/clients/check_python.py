@@ -1,4 +1,4 @@
-"""Python clients: openai, litellm, LangChain with an agent loop, pydantic-ai, instructor, llm."""
+"""Python clients: openai, litellm, LangChain agents, pydantic-ai, instructor, LlamaIndex, llm."""
 
 import json
 import shutil
@@ -113,6 +113,28 @@ def test_instructor_gets_typed_output(served: Running) -> None:
     messages = [{"role": "user", "content": "</think>no, prose"}]
     told = client.chat.completions.create(model="tiny", messages=messages, response_model=answer)
     assert isinstance(told, answer)
+
+
+def test_llama_index_calls_tools(served: Running) -> None:
+    likes = pytest.importorskip("llama_index.llms.openai_like")
+    tools = pytest.importorskip("llama_index.core.tools")
+    chat = likes.OpenAILike(
+        model="tiny",
+        api_base=f"{served.url}/v1",
+        api_key="x",
+        is_chat_model=True,
+        is_function_calling_model=True,
+    )
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    tool = tools.FunctionTool.from_defaults(add)
+    assert str(chat.predict_and_call([tool], user_msg=CALL)) == "5"
+    forced = chat.chat_with_tools([tool], user_msg="</think>no", tool_required=True)
+    (call,) = chat.get_tool_calls_from_response(forced)
+    assert call.tool_name == "add"
 
 
 def test_the_llm_program_answers(served: Running, tmp_path: Path) -> None:
