@@ -175,6 +175,12 @@ def test_no_call_leaves_where_calls_are_forbidden(server: Running) -> None:
     assert choice["message"]["content"] == "ok"
     assert "tool_calls" not in choice["message"]
     assert choice["finish_reason"] == "stop"
+    # The opening token is forbidden, so that the model says something instead; the tools stay.
+    spent = answer["usage"]["completion_tokens"]
+    assert spent == len("ok") + 2
+    shown = server.chat(f"</think>ok{CALL}", tools=[TOOL]).json()["usage"]
+    assert shown["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert shown["completion_tokens"] > spent
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 import base64
 import io
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +13,7 @@ from PIL import Image
 
 from oxplow.serve.images import ImageSettings, num_image_tokens
 from tests.serve.model_dir import ID
-from tests.serve.running import Running
+from tests.serve.running import Running, options, running
 from tests.serve.test_agent_apis import prompt_of
 
 
@@ -102,6 +106,45 @@ def test_what_is_no_picture_is_refused(server: Running, url: str) -> None:
     error = answer.json()["error"]
     assert error["code"] and error["message"]
     assert server.chat("</think>fine").status_code == 200
+
+
+class _Shelf(BaseHTTPRequestHandler):
+    """Serves one picture, and a redirect to it."""
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        if self.path == "/moved":
+            self.send_response(302)
+            self.send_header("Location", "/red.png")
+            self.end_headers()
+            return
+        buffer = io.BytesIO()
+        Image.new("RGB", (40, 40), "red").save(buffer, "PNG")
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(buffer.getvalue())
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_addresses_are_read_from_allowed_hosts_only(server: Running, model_dir: Path) -> None:
+    shelf = ThreadingHTTPServer(("127.0.0.1", 0), _Shelf)
+    shelf.asked = []  # type: ignore[attr-defined]
+    threading.Thread(target=shelf.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{shelf.server_address[1]}"
+    try:
+        assert ask(server, f"{url}/red.png").status_code == 400
+        assert shelf.asked == []  # type: ignore[attr-defined]
+        chosen = replace(options(model_dir), media_domains=("127.0.0.1",))
+        with running(chosen) as open_server:
+            assert ask(open_server, f"{url}/red.png").status_code == 200
+            assert ask(open_server, f"{url}/moved").status_code == 400
+            assert ask(open_server, "http://localhost/red.png").status_code == 400
+        assert shelf.asked == ["/red.png", "/moved"]  # type: ignore[attr-defined]
+    finally:
+        shelf.shutdown()
+        shelf.server_close()
 
 
 def test_a_picture_that_lies_about_its_size_is_refused(server: Running) -> None:
