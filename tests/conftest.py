@@ -22,10 +22,12 @@ settings.load_profile("oxplow")
 # Modules of many seconds: whole suites of bit comparisons, processes and media. `make quick` skips
 # them; the ops keep their float32 conformance there.
 SLOW_MODULES = {
+    "feedback/test_exam_run.py",
     "feedback/test_gate.py",
     "model/test_nano.py",
     "ops/test_invariance_dense.py",
     "ops/test_invariance_hyper.py",
+    "ops/test_invariance_kda.py",
     "ops/test_invariance_mla.py",
     "ops/test_invariance_moe.py",
     "ops/test_invariance_sampling.py",
@@ -34,11 +36,13 @@ SLOW_MODULES = {
     "ops/test_mla.py",
     "ops/test_moe.py",
     "ops/test_vision.py",
+    "serve/test_agent_apis.py",
     "serve/test_chat_api.py",
     "serve/test_images.py",
     "serve/test_pictures_api.py",
     "serve/test_process.py",
     "serve/test_streams.py",
+    "serve/test_video.py",
 }
 
 
