@@ -33,6 +33,7 @@ from oxplow.model.load import LoadOptions, load_model
 from oxplow.ops.table import OpTable
 
 __all__ = [
+    "WEIGHT_FORMATS",
     "BenchPlan",
     "OurEngine",
     "Subject",
@@ -41,6 +42,9 @@ __all__ = [
     "run_bench",
     "step_floor",
 ]
+
+WEIGHT_FORMATS = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+"""Formats of plain weights in memory by the word that flags and settings take."""
 
 _GATE_TOKENS = 24
 

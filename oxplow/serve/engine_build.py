@@ -19,7 +19,6 @@ from oxplow.cache.prefix import PictureSpan
 from oxplow.cache.spec import Component, Per, bytes_per
 from oxplow.config import Facts as MachineFacts
 from oxplow.config import ResolvedConfig, load_config, resolve
-from oxplow.contracts import CONTRACTS
 from oxplow.engine.core import EngineCore
 from oxplow.engine.events import ChoiceEnd, Event, PromptDone, TokenOut
 from oxplow.engine.llm import model_revision
@@ -29,8 +28,7 @@ from oxplow.engine.runner import trunk_components
 from oxplow.engine.sampling import TokenLogprob
 from oxplow.errors import ConfigError
 from oxplow.model.load import LoadOptions, load_model
-from oxplow.ops.kernels import builtin_kernels
-from oxplow.ops.table import Facts, OpTable, select
+from oxplow.ops.table import OpTable
 from oxplow.serve.engine_port import (
     Core,
     Delta,
@@ -42,6 +40,7 @@ from oxplow.serve.engine_port import (
     unpack_ids,
 )
 from oxplow.serve.engine_settings import EngineSettings
+from oxplow.serve.kernel_choice import chosen_kernels
 from oxplow.serve.loading import told_progress
 from oxplow.serve.machine import available_memory_bytes, devices_that_answer, physical_cores
 from oxplow.serve.mask import MaskFactory
@@ -65,16 +64,7 @@ def build_core(settings: EngineSettings) -> Core:
     # The front and the workers need a core too; a number that was asked for is kept.
     threads = runtime.compute.threads or max(1, decided.threads - 1)
     torch.set_num_threads(threads)
-    ops = select(
-        builtin_kernels(),
-        CONTRACTS,
-        Facts(
-            device=torch.device(decided.device),
-            dtype=getattr(torch, decided.activation_dtype),
-            invariant=decided.deterministic,
-        ),
-        runtime.preferred_kernels(),
-    )
+    ops = chosen_kernels(decided, runtime)
     widened = _weight_dtype(directory, decided)
     load = LoadOptions(block_size=decided.block_size_tokens, weight_dtype=widened)
     with told_progress(directory.name) as progress:

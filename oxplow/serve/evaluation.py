@@ -18,8 +18,7 @@ import torch
 
 from oxplow.cache.plan import blocks_for, exact_plan
 from oxplow.config import Facts as MachineFacts
-from oxplow.config import ResolvedConfig, RuntimeConfig, resolve
-from oxplow.contracts import CONTRACTS
+from oxplow.config import RuntimeConfig, resolve
 from oxplow.engine.core import EngineCore
 from oxplow.engine.llm import model_revision
 from oxplow.engine.options import EngineOptions, SchedulerOptions
@@ -27,13 +26,12 @@ from oxplow.engine.request import SamplingParams
 from oxplow.errors import ConfigError, RequestError
 from oxplow.feedback.exam import Answer, Chat, DraftRun, TextWindow, ToolCall
 from oxplow.model.load import LoadOptions, load_model
-from oxplow.ops.kernels import builtin_kernels
-from oxplow.ops.table import Facts, OpTable, select
 from oxplow.serve.answers import AnswerReader, ChoiceEvent, Ended
-from oxplow.serve.bench import machine_record
+from oxplow.serve.bench import WEIGHT_FORMATS, machine_record
 from oxplow.serve.engine_build import ServedCore
 from oxplow.serve.engine_port import Core, Work, pack_ids
 from oxplow.serve.formats.answer import CallArguments, CallBegan, Content
+from oxplow.serve.kernel_choice import chosen_kernels
 from oxplow.serve.machine import devices_that_answer, physical_cores
 from oxplow.serve.model_files import read_model_files
 from oxplow.serve.prepare.chat import ChatPreparer
@@ -43,7 +41,6 @@ from oxplow.serve.text_reading import TextReader
 
 __all__ = ["EngineExaminee", "EvalSettings", "open_examinee"]
 
-_WEIGHTS = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 _ATTENTION = ("sparse", "dense")
 _SLOTS, _SNAPSHOTS = 16, 32
 _PREFIX_TOKENS = 256  # a shared prefix of at least so many is computed first, alone
@@ -79,8 +76,10 @@ class EvalSettings:
                 raise ConfigError("these settings do not read", got=part, wanted=wanted)
             given[key.strip()] = value.strip()
         weights, attention = given.pop("weights", None), given.pop("attention", "sparse")
-        if weights is not None and weights not in _WEIGHTS:
-            raise ConfigError("unknown weight format", got=weights, wanted=", ".join(_WEIGHTS))
+        if weights is not None and weights not in WEIGHT_FORMATS:
+            raise ConfigError(
+                "unknown weight format", got=weights, wanted=", ".join(WEIGHT_FORMATS)
+            )
         if attention not in _ATTENTION:
             raise ConfigError("unknown attention", got=attention, wanted=", ".join(_ATTENTION))
         for key in given:
@@ -201,11 +200,11 @@ def open_examinee(
     )
     decided = resolve(runtime, machine)
     torch.set_num_threads(decided.threads)
-    ops = _table(decided, runtime)
+    ops = chosen_kernels(decided, runtime)
     weights = settings.weights_for(decided.activation_dtype)
     load = LoadOptions(
         block_size=decided.block_size_tokens,
-        weight_dtype=_WEIGHTS[weights],
+        weight_dtype=WEIGHT_FORMATS[weights],
         attend_all=settings.attention == "dense",
     )
     model = load_model(directory, ops, load)
@@ -236,15 +235,6 @@ def open_examinee(
     }
     reader = TextReader(model, ops, load_text(directory).vocabulary)
     return EngineExaminee(directory, ServedCore(core, files, ()), reader), about
-
-
-def _table(decided: ResolvedConfig, runtime: RuntimeConfig) -> OpTable:
-    facts = Facts(
-        device=torch.device(decided.device),
-        dtype=getattr(torch, decided.activation_dtype),
-        invariant=decided.deterministic,
-    )
-    return select(builtin_kernels(), CONTRACTS, facts, runtime.preferred_kernels())
 
 
 def _answer(

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-_WEIGHTS = ("stored", "fp32", "bf16")
-
 Model = Annotated[str, typer.Option(help="Checkpoint directory, or `nano` for the bundled one.")]
 Weights = Annotated[
     str, typer.Option(help="Format of plain weights in memory: stored, fp32, bf16.")
@@ -162,9 +160,9 @@ def _run(asked: _Asked) -> None:
 
 
 def _directory(model: str) -> Path:
-    if model == "nano":
-        return Path(__file__).resolve().parents[2] / "models" / "nano"
-    return Path(model)
+    from oxplow.serve.model_files import default_model
+
+    return default_model() if model == "nano" else Path(model)
 
 
 def _table() -> OpTable:
@@ -180,8 +178,8 @@ def _table() -> OpTable:
 
 
 def _weight_dtype(weights: str) -> torch.dtype | None:
-    import torch
+    from oxplow.serve.bench import WEIGHT_FORMATS
 
-    if weights not in _WEIGHTS:
-        raise ConfigError("unknown weight format", got=weights, wanted=", ".join(_WEIGHTS))
-    return {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16}[weights]
+    if weights not in WEIGHT_FORMATS:
+        raise ConfigError("unknown weight format", got=weights, wanted=", ".join(WEIGHT_FORMATS))
+    return WEIGHT_FORMATS[weights]

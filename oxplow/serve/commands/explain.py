@@ -82,9 +82,7 @@ def _choose(op: str, facts: "Facts", loaded: LoadedConfig) -> "Choice":
 
 def _facts(loaded: LoadedConfig) -> "Facts":
     """Turn settings into what kernels are asked; no model is loaded, so sizes are unknown."""
-    import torch
-
-    from oxplow.ops.table import Facts
+    from oxplow.serve.kernel_choice import kernel_facts
 
     machine = MachineFacts(
         physical_cores=physical_cores(),
@@ -92,12 +90,7 @@ def _facts(loaded: LoadedConfig) -> "Facts":
         # The length plays no part in the choice of kernels; resolve wants one.
         model_max_len_tokens=loaded.runtime.cache.max_model_len_tokens or 1 << 20,
     )
-    decided = resolve(loaded.runtime, machine)
-    return Facts(
-        device=torch.device(decided.device),
-        dtype=getattr(torch, decided.activation_dtype),
-        invariant=decided.deterministic,
-    )
+    return kernel_facts(resolve(loaded.runtime, machine))
 
 
 def _refused(choice: "Choice") -> str:
