@@ -181,7 +181,7 @@ class EngineCore:
         self, token_ids: Sequence[int], *, salt: str = "", pictures: Sequence[PictureSpan] = ()
     ) -> Manifest:
         """Copy the longest cached prefix of a text, sealed, for `adopt` here or elsewhere."""
-        return self.handover.export_prefix(token_ids, salt, pictures)
+        return self.handover.export_prefix(token_ids, salt, pictures).sealed()
 
     # Steps.
 

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from oxplow.cache.blocks import SlotId
 from oxplow.cache.manager import CacheManager, Hit, MissReason
 from oxplow.cache.prefix import KeyChain, PictureSpan, SnapshotKind, root_key
-from oxplow.engine.manifest import Manifest, RequestPart, entries_for, layout_name
+from oxplow.cache.spec import Per
+from oxplow.engine.manifest import Manifest, Point, RequestPart, entries_for, layout_name
 from oxplow.engine.options import MemoryOptions
 from oxplow.engine.request import Choice
-from oxplow.engine.state import StateStore
+from oxplow.engine.state import StateStore, component_name
 from oxplow.errors import CapacityError, TransferError
 from oxplow.trace import EventRing, EventType, Lane
 
@@ -127,11 +128,17 @@ class HandOver:
         )
 
     def export_prefix(
-        self, token_ids: Sequence[int], salt: str, pictures: Sequence[PictureSpan] = ()
+        self,
+        token_ids: Sequence[int],
+        salt: str,
+        pictures: Sequence[PictureSpan] = (),
+        *,
+        also: Sequence[int] = (),
     ) -> Manifest:
-        """Describe and copy the longest reusable prefix of a text, sealed.
+        """Describe and copy the longest reusable prefix of a text, unsealed.
 
-        Raises TransferError where nothing of it is cached.
+        The states that a request of the first n tokens would start from, n in `also`, come along
+        as points. Raises TransferError where nothing of the text is cached.
         """
         chain = self.chain(salt, pictures)
         chain.extend(token_ids)
@@ -139,6 +146,13 @@ class HandOver:
         if hit.snapshot is None:
             raise TransferError("nothing of this text is cached", got=hit.miss.value)
         tensors = self._state.read(hit.block_ids, hit.snapshot.slot, hit.tokens)
+        starts = {h.tokens: h.snapshot for h in (self._cache.lookup(chain, n) for n in also)}
+        starts.pop(hit.tokens, None)
+        points = [
+            self._point(tokens, found.slot)
+            for tokens, found in sorted(starts.items())
+            if found is not None
+        ]
         return Manifest(
             revision=self.revision,
             layout=self.layout,
@@ -147,9 +161,10 @@ class HandOver:
             token_ids=tuple(token_ids[: hit.tokens]),
             computed_tokens=hit.tokens,
             pictures=tuple(p for p in pictures if p.start < hit.tokens),
+            points=tuple(points),
             components=entries_for(self._state.caches.components, tensors),
             tensors=tensors,
-        ).sealed()
+        )
 
     def verify(self, manifest: Manifest) -> None:
         """Raise TransferError where a manifest is damaged or not for this engine."""
@@ -161,18 +176,24 @@ class HandOver:
         )
 
     def adopt_prefix(self, manifest: Manifest) -> int:
-        """Make a verified prefix findable; return its tokens.
+        """Make a verified prefix findable, with its points; return its tokens.
 
         Raises CapacityError where blocks, a slot or snapshots are missing, TransferError where the
-        prefix does not end at a whole block.
+        prefix or a point does not end at a whole block.
         """
         plan, tokens = self._cache.plan, manifest.computed_tokens
-        if tokens % plan.block_size:
-            raise TransferError(
-                "a prefix must end at a whole block",
-                got=tokens,
-                wanted=f"a multiple of {plan.block_size}",
-            )
+        ends = [*(p.tokens for p in manifest.points), tokens]
+        for end in ends:
+            if end % plan.block_size:
+                raise TransferError(
+                    "a prefix must end at a whole block",
+                    got=end,
+                    wanted=f"a multiple of {plan.block_size}",
+                )
+        chain = self.chain(manifest.salt, manifest.pictures)
+        chain.extend(manifest.token_ids[:tokens])
+        if all(self._cache.lookup(chain, end + 1).tokens == end for end in ends):
+            return tokens
         hit = Hit(0, 0, (), None, MissReason.COLD)
         if not (self._cache.reuses_prefixes and self._cache.fits(hit, tokens)):
             raise CapacityError(
@@ -181,14 +202,25 @@ class HandOver:
                 f" slots, {self._cache.snapshots.capacity} snapshots",
                 wanted=f"{tokens} tokens of blocks, a slot and a snapshot",
             )
-        chain = self.chain(manifest.salt, manifest.pictures)
-        chain.extend(manifest.token_ids[:tokens])
         holding = self._cache.admit(_ADOPTER, hit, tokens)
         self._cache.grow(_ADOPTER, tokens)
         self._state.write(manifest.tensors, holding.block_ids, holding.slot)
         self._cache.publish(_ADOPTER, chain, tokens)
-        copy = self._cache.snapshot(_ADOPTER, chain, tokens, SnapshotKind.ADOPTED)
-        if copy is not None:
-            self._state.copy_slot(*copy)
+        for end, part in [*((p.tokens, p.tensors) for p in manifest.points), (tokens, None)]:
+            self._state.write_slot(manifest.tensors if part is None else part, holding.slot)
+            copy = self._cache.snapshot(_ADOPTER, chain, end, SnapshotKind.ADOPTED)
+            if copy is not None:
+                self._state.copy_slot(*copy)
         self._cache.release(_ADOPTER)
+        if self._cache.lookup(chain, tokens + 1).tokens != tokens:
+            raise CapacityError(
+                "every snapshot that is kept is worth more than the prefix",
+                got=f"{self._cache.snapshots.capacity} snapshots",
+            )
         return tokens
+
+    def _point(self, tokens: int, slot: SlotId) -> Point:
+        tensors = self._state.read((), slot, 0)
+        slots = [c for c in self._state.caches.components if c.per is Per.SLOT]
+        kept = {component_name(c): tensors[component_name(c)] for c in slots}
+        return Point(tokens=tokens, components=entries_for(slots, kept), tensors=kept)

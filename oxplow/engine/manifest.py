@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,8 +26,9 @@ from oxplow.engine.request import SamplingParams
 from oxplow.engine.state import component_name
 from oxplow.errors import TransferError
 
-VERSION = 1
+VERSION = 2  # 2: points, and a digest over the header
 _TOKENS = "token_ids"
+_FORMAT = "oxplow-manifest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +62,28 @@ class RequestPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """State at an earlier position of a manifest's text: its slot components; blocks are shared.
+
+    A text that leaves the manifest's path before its end can still start here.
+    """
+
+    tokens: int
+    components: tuple[ComponentEntry, ...]
+    tensors: Mapping[str, Tensor]
+
+    def sealed(self) -> Point:
+        """Return the point with a checksum on every component."""
+        return replace(self, components=_sealed(self.components, self.tensors))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """State after the first `computed_tokens` of `token_ids`.
 
-    `request` None: a bare prefix for later requests, cut at a whole block. `revision` and `layout`
-    name the model and its cache layout; `salt` the tenant.
+    `request` None: a bare prefix for later requests, cut at a whole block; `points` are whole
+    blocks before it, rising. `revision` and `layout` name the model and its cache layout; `salt`
+    the tenant.
     """
 
     revision: str
@@ -75,6 +94,7 @@ class Manifest:
     computed_tokens: int
     pictures: tuple[PictureSpan, ...] = ()
     request: RequestPart | None = None
+    points: tuple[Point, ...] = ()
     components: tuple[ComponentEntry, ...] = ()
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     version: int = VERSION
@@ -82,14 +102,13 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         """Bytes of all components."""
-        return sum(t.nbytes for t in self.tensors.values())
+        parts = [self.tensors, *(p.tensors for p in self.points)]
+        return sum(t.nbytes for part in parts for t in part.values())
 
     def sealed(self) -> Manifest:
         """Return the manifest with a checksum on every component."""
-        entries = tuple(
-            replace(e, checksum=_checksum(self.tensors[e.key])) for e in self.components
-        )
-        return replace(self, components=entries)
+        points = tuple(p.sealed() for p in self.points)
+        return replace(self, components=_sealed(self.components, self.tensors), points=points)
 
     def verify(
         self, components: Sequence[Component], *, revision: str, layout: str, block_size: int
@@ -116,72 +135,58 @@ class Manifest:
                 wanted=f"1 to {len(self.token_ids)}",
             )
         blocks = blocks_for(self.computed_tokens, block_size)
-        for entry, component in zip(self.components, components, strict=True):
-            shape = component.shape if component.per is Per.SLOT else (blocks, *component.shape)
-            tensor = self.tensors.get(entry.key)
-            got = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-            if got != f"{tuple(shape)} torch.{component.dtype}" or entry.shape != tuple(shape):
-                raise TransferError(
-                    f"component {entry.key} is not whole",
-                    got=f"{got}, listed as {entry.shape}",
-                    wanted=f"{tuple(shape)} {component.dtype}",
-                )
-            if tensor is not None and entry.checksum and _checksum(tensor) != entry.checksum:
-                raise TransferError(f"component {entry.key} arrived damaged", wanted=entry.checksum)
+        _check_parts(self.components, self.tensors, components, blocks)
+        slots = [c for c in components if c.per is Per.SLOT]
+        ends = [*(p.tokens for p in self.points), self.computed_tokens]
+        if ends != sorted(set(ends)) or any(p.tokens <= 0 for p in self.points):
+            raise TransferError("the manifest's points do not rise", got=ends)
+        for point in self.points:
+            if [e.key for e in point.components] != [component_name(c) for c in slots]:
+                raise TransferError("a point of the manifest is not whole", where=point.tokens)
+            _check_parts(point.components, point.tensors, slots, 0)
 
     def save(self, path: Path) -> None:
         """Write a sealed copy to a safetensors file; the header holds all but the arrays."""
         sealed = self.sealed()
-        head = {
-            "format": "oxplow-manifest",
-            "manifest": json.dumps(
-                {
-                    "version": sealed.version,
-                    "revision": sealed.revision,
-                    "layout": sealed.layout,
-                    "block_size": sealed.block_size,
-                    "salt": sealed.salt,
-                    "computed_tokens": sealed.computed_tokens,
-                    "pictures": [asdict(p) for p in sealed.pictures],
-                    "request": None if sealed.request is None else _request_json(sealed.request),
-                    "components": [asdict(e) for e in sealed.components],
-                }
-            ),
-        }
+        told = json.dumps(
+            {
+                "version": sealed.version,
+                "revision": sealed.revision,
+                "layout": sealed.layout,
+                "block_size": sealed.block_size,
+                "salt": sealed.salt,
+                "computed_tokens": sealed.computed_tokens,
+                "pictures": [asdict(p) for p in sealed.pictures],
+                "request": None if sealed.request is None else _request_json(sealed.request),
+                "components": [asdict(e) for e in sealed.components],
+                "points": [
+                    {"tokens": p.tokens, "components": [asdict(e) for e in p.components]}
+                    for p in sealed.points
+                ],
+            }
+        )
         ids = torch.tensor(sealed.token_ids, dtype=torch.int64)
         arrays = {n: t.contiguous() for n, t in sealed.tensors.items()}
+        for point in sealed.points:
+            arrays |= {f"{point.tokens}/{n}": t.contiguous() for n, t in point.tensors.items()}
+        head = {"format": _FORMAT, "manifest": told, "digest": _digest(told, ids)}
         save_file({**arrays, _TOKENS: ids}, path, metadata=head)
 
 
 def load_manifest(path: Path) -> Manifest:
-    """Read what `Manifest.save` wrote; raises TransferError for another file or a cut one."""
+    """Read what `Manifest.save` wrote; raises TransferError for another file or a damaged one."""
     try:
         with safe_open(path, "pt") as file:
             head = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise TransferError("the session file cannot be read", got=error, where=path) from error
-    if head.get("format") != "oxplow-manifest" or _TOKENS not in tensors:
-        raise TransferError("this is no session file", got=sorted(head), where=path)
-    told = json.loads(head["manifest"])
-    if told.get("version") != VERSION:
-        raise TransferError(
-            "the session file's version is another", got=told.get("version"), wanted=VERSION
-        )
-    entries = [ComponentEntry(**{**e, "shape": tuple(e["shape"])}) for e in told["components"]]
-    return Manifest(
-        version=told["version"],
-        revision=told["revision"],
-        layout=told["layout"],
-        block_size=told["block_size"],
-        salt=told["salt"],
-        token_ids=tuple(tensors.pop(_TOKENS).tolist()),
-        computed_tokens=told["computed_tokens"],
-        pictures=tuple(PictureSpan(**p) for p in told["pictures"]),
-        request=None if told["request"] is None else _request_from(told["request"]),
-        components=tuple(entries),
-        tensors=tensors,
-    )
+    told, ids = _header(head, tensors.pop(_TOKENS, None), path)
+    # A header that carries our digest can still be somebody else's work.
+    try:
+        return _manifest_from(told, tensors, ids)
+    except (KeyError, TypeError, ValueError) as error:
+        raise TransferError("the session file's header is not whole", where=path) from error
 
 
 def entries_for(
@@ -213,6 +218,94 @@ def layout_name(components: Sequence[Component], block_size: int) -> str:
 def _checksum(tensor: Tensor) -> str:
     raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return blake2b(raw.numpy().data, digest_size=16).hexdigest()
+
+
+def _sealed(
+    entries: Sequence[ComponentEntry], tensors: Mapping[str, Tensor]
+) -> tuple[ComponentEntry, ...]:
+    return tuple(replace(e, checksum=_checksum(tensors[e.key])) for e in entries)
+
+
+def _check_parts(
+    entries: Sequence[ComponentEntry],
+    tensors: Mapping[str, Tensor],
+    components: Sequence[Component],
+    blocks: int,
+) -> None:
+    """Raise TransferError where an array is missing, has another form, or differs from its sum."""
+    for entry, component in zip(entries, components, strict=True):
+        shape = component.shape if component.per is Per.SLOT else (blocks, *component.shape)
+        tensor = tensors.get(entry.key)
+        got = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+        if got != f"{tuple(shape)} torch.{component.dtype}" or entry.shape != tuple(shape):
+            raise TransferError(
+                f"component {entry.key} is not whole",
+                got=f"{got}, listed as {entry.shape}",
+                wanted=f"{tuple(shape)} {component.dtype}",
+            )
+        if tensor is not None and entry.checksum and _checksum(tensor) != entry.checksum:
+            raise TransferError(f"component {entry.key} arrived damaged", wanted=entry.checksum)
+
+
+def _digest(told: str, ids: Tensor) -> str:
+    """Name a header and its tokens; the arrays have checksums in the header."""
+    digest = blake2b(told.encode(), digest_size=16)
+    digest.update(_checksum(ids).encode())
+    return digest.hexdigest()
+
+
+def _header(
+    head: Mapping[str, str], ids: Tensor | None, path: Path
+) -> tuple[dict[str, Any], Tensor]:
+    """Return a file's header and tokens, checked against each other."""
+    told = head.get("manifest", "")
+    if head.get("format") != _FORMAT or ids is None:
+        raise TransferError("this is no session file", got=sorted(head), where=path)
+    try:
+        fields = json.loads(told)
+    except ValueError:
+        fields = None
+    version = fields.get("version") if isinstance(fields, dict) else None
+    if version is not None and version != VERSION:
+        raise TransferError(
+            "the session file's version is another", got=version, wanted=VERSION, where=path
+        )
+    if not isinstance(fields, dict) or head.get("digest") != _digest(told, ids):
+        raise TransferError("the session file's header is damaged", where=path)
+    return fields, ids
+
+
+def _manifest_from(told: dict[str, Any], arrays: dict[str, Tensor], ids: Tensor) -> Manifest:
+    points = [
+        Point(
+            tokens=int(p["tokens"]),
+            components=_entries_from(p["components"]),
+            tensors=_point_arrays(arrays, f"{p['tokens']}/"),
+        )
+        for p in told["points"]
+    ]
+    return Manifest(
+        version=told["version"],
+        revision=told["revision"],
+        layout=told["layout"],
+        block_size=told["block_size"],
+        salt=told["salt"],
+        token_ids=tuple(ids.tolist()),
+        computed_tokens=told["computed_tokens"],
+        pictures=tuple(PictureSpan(**p) for p in told["pictures"]),
+        request=None if told["request"] is None else _request_from(told["request"]),
+        points=tuple(points),
+        components=_entries_from(told["components"]),
+        tensors={n: t for n, t in arrays.items() if "/" not in n},
+    )
+
+
+def _entries_from(told: Sequence[dict[str, Any]]) -> tuple[ComponentEntry, ...]:
+    return tuple(ComponentEntry(**{**e, "shape": tuple(e["shape"])}) for e in told)
+
+
+def _point_arrays(arrays: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in arrays.items() if n.startswith(prefix)}
 
 
 def _request_json(part: RequestPart) -> dict[str, object]:

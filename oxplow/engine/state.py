@@ -94,6 +94,16 @@ class StateStore:
                 index = torch.tensor(blocks[:used], dtype=torch.int64, device=self._device)
                 pool.index_copy_(0, index, value.to(self._device))
 
+    @torch.inference_mode()
+    def write_slot(self, tensors: Mapping[str, Tensor], slot: int) -> None:
+        """Put the slot components that `read` returned into a slot, and touch no block.
+
+        The caller has checked their shapes and types.
+        """
+        for component, pool in self._pools():
+            if component.per is Per.SLOT:
+                pool[slot].copy_(tensors[component_name(component)])
+
     @property
     def _device(self) -> torch.device:
         first = self.caches.components[0]

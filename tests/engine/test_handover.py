@@ -262,3 +262,83 @@ def test_every_end_is_told_after_adoption(make: Make) -> None:
     (end,) = [e for e in events if isinstance(e, RequestEnd)]
     assert end.answer_tokens == 12
     drain(core)
+
+
+# Sessions whose next turn leaves the saved path before its end.
+
+
+def talked(make: Make) -> tuple[EngineCore, list[int]]:
+    """Answer the prompt long enough for a state inside the answer; return core and conversation."""
+    core = make()
+    tokens = answer(ask(core, PROMPT, replace(GREEDY, max_tokens=60)), "a")
+    return core, [*PROMPT, *tokens]
+
+
+def test_a_session_serves_texts_that_leave_its_answer(
+    make: Make, model: HybridModel, tmp_path: Path
+) -> None:
+    core, chat = talked(make)
+    manifest = core.handover.export_prefix(chat, "", also=(len(PROMPT),))
+    assert [p.tokens for p in manifest.points] == [32]
+    assert manifest.computed_tokens > 48
+    manifest.save(tmp_path / "chat.safetensors")
+    other = make()
+    other.adopt(load_manifest(tmp_path / "chat.safetensors"))
+    other.cache.check()
+    for name, turn in (("x", [*PROMPT, 9, 8, 7]), ("y", [*chat, 9, 8, 7])):
+        events = ask(other, turn, request_id=name)
+        hit = prompt_of(events, name).cached_tokens
+        assert hit == (32 if name == "x" else manifest.computed_tokens)
+        assert answer(events, name) == alone(model, turn, 12)
+    assert_all_free(other)
+
+
+def test_a_second_load_takes_nothing(make: Make, tmp_path: Path) -> None:
+    core, chat = talked(make)
+    manifest = core.handover.export_prefix(chat, "", also=(len(PROMPT),)).sealed()
+    other = make()
+    other.adopt(manifest)
+    free = other.cache.blocks.num_available
+    writes: list[object] = []
+    other.runner.state.write = lambda *args: writes.append(args)  # type: ignore[method-assign]
+    other.adopt(manifest)
+    assert (other.cache.blocks.num_available, writes) == (free, [])
+
+
+def test_a_damaged_point_is_refused(make: Make) -> None:
+    core, chat = talked(make)
+    manifest = core.handover.export_prefix(chat, "", also=(len(PROMPT),)).sealed()
+    (point,) = manifest.points
+    name = point.components[0].key
+    tensors = {**point.tensors, name: point.tensors[name] + 1}
+    wrong = {
+        "arrived damaged": replace(point, tensors=tensors),
+        "is not whole": replace(point, tensors={}),
+        "not rise": replace(point, tokens=manifest.computed_tokens),
+        "whole block": replace(point, tokens=33),
+        "point of the manifest is not whole": replace(point, components=()),
+    }
+    for why, bad in wrong.items():
+        other = make()
+        with pytest.raises(TransferError, match=why):
+            other.adopt(replace(manifest, points=(bad,)))
+        assert_all_free(other)
+
+
+def test_no_changed_byte_of_a_file_is_adopted(make: Make, tmp_path: Path) -> None:
+    core, chat = talked(make)
+    path = tmp_path / "chat.safetensors"
+    core.handover.export_prefix(chat, "", also=(len(PROMPT),)).save(path)
+    whole, other = path.read_bytes(), make()
+    places = [*range(0, 4096, 41), *range(4096, len(whole), len(whole) // 150)]
+    for place in places:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(TransferError):
+            other.adopt(load_manifest(path))
+    for length in (0, 7, 8, 500, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(TransferError):
+            load_manifest(path)
+    assert_all_free(other)
+    path.write_bytes(whole)
+    other.adopt(load_manifest(path))
