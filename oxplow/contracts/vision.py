@@ -51,15 +51,18 @@ def vision_attention_reference(
     return {"o": out}
 
 
-def _error_of_head(q: Tensor, k: Tensor, v: Tensor, angles: Tensor, stored: bool) -> Tensor:
-    """Return the error scale [S, Dh] of one image and head; q and k are not yet turned.
+def _error_of_head(
+    q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], stored: bool
+) -> Tensor:
+    """Return the error scale [S, Dh] of one image and head; q and k are not yet turned, and
+    `angles` are theirs.
 
     An error d of score (t, j) moves the output by p_tj * d * (v_j - o_t). With `stored`: one
     relative error each in the turned q, the turned k and p, added as root-sum-square. Else: the dot
     bound of the scores, where an angle's own rounding counts too, and of the sum over j.
     """
     scale = q.shape[1] ** -0.5
-    tq, tk = _turned(q, angles), _turned(k, angles)
+    tq, tk = _turned(q, angles[0]), _turned(k, angles[1])
     p = torch.softmax(tq @ tk.T * scale, dim=-1)
     o = p @ v
     if stored:
@@ -70,8 +73,8 @@ def _error_of_head(q: Tensor, k: Tensor, v: Tensor, angles: Tensor, stored: bool
         return (scale**2 * (of_q + of_k) + p.square() @ v.square()).sqrt()
     half = q.shape[1] // 2
     long_q, long_k = (torch.hypot(x[:, :half], x[:, half:]) for x in (q, k))
-    turn = 1 + angles.abs()
-    size = 2 * scale * ((long_q * turn) @ long_k.T + long_q @ (long_k * turn).T)
+    turn_q, turn_k = (1 + a.abs() for a in angles)
+    size = 2 * scale * ((long_q * turn_q) @ long_k.T + long_q @ (long_k * turn_k).T)
     size = p * (1 + size)
     return size @ v.abs() + size.sum(1, keepdim=True) * o.abs()
 
@@ -83,7 +86,7 @@ def _attention_error(args: Mapping[str, Any], stored: bool) -> Tensor:
         angles = _angles(a["coords"][first:end], out.shape[2], a["theta"], torch.float64)
         for h in range(out.shape[1]):
             q, k, v = (a[name][first:end, h] for name in ("q", "k", "v"))
-            out[first:end, h] = _error_of_head(q, k, v, angles, stored)
+            out[first:end, h] = _error_of_head(q, k, v, (angles, angles), stored)
     return out
 
 
@@ -144,6 +147,49 @@ def _attention_cost(args: Args) -> Cost:
     pairs = sum((b - a) ** 2 for a, b in spans(args["cu_seqlens"]))
     moved = tensor_bytes(*args.values()) + args["v"].numel() * args["v"].element_size()
     return Cost(bytes=moved, flops=4 * pairs * H * Dh + 12 * T * H * Dh)
+
+
+def vision_attention_part_reference(
+    q: Tensor, k: Tensor, v: Tensor, q_coords: Tensor, coords: Tensor, *, theta: float
+) -> dict[str, Tensor]:
+    """Let the queries see every patch of the one image, head by head, every score written out."""
+    out = torch.zeros_like(q)
+    Dh = q.shape[2]
+    of_q, of_k = (_angles(c, Dh, theta, q.dtype) for c in (q_coords, coords))
+    for h in range(q.shape[1]):
+        scores = _turned(q[:, h], of_q) @ _turned(k[:, h], of_k).T / math.sqrt(Dh)
+        out[:, h] = torch.softmax(scores, dim=-1) @ v[:, h]
+    return {"o": out}
+
+
+def _part_error(args: Mapping[str, Any], stored: bool) -> Tensor:
+    a = widened(args)
+    out = torch.zeros_like(a["q"])
+    angles = tuple(
+        _angles(a[name], out.shape[2], a["theta"], torch.float64) for name in ("q_coords", "coords")
+    )
+    for h in range(out.shape[1]):
+        q, k, v = (a[name][:, h] for name in ("q", "k", "v"))
+        out[:, h] = _error_of_head(q, k, v, (angles[0], angles[1]), stored)
+    return out
+
+
+def _part_case(
+    g: torch.Generator, grid: tuple[int, int], rows: slice, heads: int = 2, **shape: Any
+) -> Args:
+    """Queries `rows` of one image of `grid` (height, width) patches."""
+    args = _attention_case(g, (grid,), heads, **shape)
+    del args["cu_seqlens"]
+    theta = args.pop("theta")
+    coords = args.pop("coords")
+    q = args.pop("q")[rows].clone()
+    return {"q": q, **args, "q_coords": coords[rows].clone(), "coords": coords, "theta": theta}
+
+
+def _part_cost(args: Args) -> Cost:
+    (Q, H, Dh), T = args["q"].shape, args["k"].shape[0]
+    moved = tensor_bytes(*args.values()) + args["q"].numel() * args["q"].element_size()
+    return Cost(bytes=moved, flops=4 * Q * T * H * Dh + 6 * (Q + T) * H * Dh)
 
 
 VISION_ATTENTION = OpContract(
@@ -221,4 +267,63 @@ VISION_ATTENTION = OpContract(
     cost=_attention_cost,
 )
 
-CONTRACTS = (VISION_ATTENTION, VISION_MERGE)
+VISION_ATTENTION_PART = OpContract(
+    name="vision_attention_part",
+    summary="2-D rotary, then attention of some patches of one image over all of them",
+    source="model.md 10",
+    axes={
+        "Q": "patches that ask",
+        "T": "patches of the image, at least 1",
+        "H": "heads",
+        "Dh": "width of a head, a multiple of 4",
+    },
+    inputs={
+        "q": tensor(Role.ACT, "Q H Dh"),
+        "k": tensor(Role.ACT, "T H Dh"),
+        "v": tensor(Role.ACT, "T H Dh"),
+        "q_coords": tensor(Role.INT, "Q 2"),
+        "coords": tensor(Role.INT, "T 2"),
+    },
+    scalars={"theta": "base of the rotary wavelengths"},
+    outputs={"o": tensor(Role.ACT, "Q H Dh")},
+    reference=vision_attention_part_reference,
+    constraints=(
+        Constraint("Dh is a multiple of 4", lambda a: a["q"].shape[2] % 4 == 0),
+        Constraint("coords are (row, column)", lambda a: a["coords"].shape[1] == 2),
+        Constraint("q_coords are (row, column)", lambda a: a["q_coords"].shape[1] == 2),
+        Constraint("the image has patches", lambda a: a["k"].shape[0] > 0),
+    ),
+    cases=(
+        Case("all", CaseKind.ORDINARY, lambda g: _part_case(g, (6, 4), slice(None))),
+        Case(
+            "middle",
+            CaseKind.ORDINARY,
+            lambda g: _part_case(g, (8, 6), slice(10, 31), head_dim=16),
+        ),
+        Case("none", CaseKind.EDGE, lambda g: _part_case(g, (2, 2), slice(0, 0))),
+        Case("last", CaseKind.EDGE, lambda g: _part_case(g, (4, 10), slice(39, 40), 3)),
+        Case("one_head", CaseKind.EDGE, lambda g: _part_case(g, (2, 8), slice(3, 9), 1)),
+        Case(
+            "far_corner",
+            CaseKind.EXCITATION,
+            lambda g: _part_case(g, (2, 24), slice(20, 48), head_dim=16, size=2.0, corner=900),
+            note="queries turned by the first rows' angles; tables in fewer bits than float32",
+        ),
+        Case(
+            "steep",
+            CaseKind.EXCITATION,
+            lambda g: _part_case(g, (4, 8), slice(5, 17), head_dim=16, size=5.0),
+            note="scores of +-100: an exponential without its maximum, a wrong or missing scale",
+        ),
+    ),
+    checks={
+        "o": Close(
+            length=lambda a: a["q"].shape[2] + a["k"].shape[0],
+            magnitude=lambda a: _part_error(a, stored=False),
+            stored=lambda a: _part_error(a, stored=True),
+        )
+    },
+    cost=_part_cost,
+)
+
+CONTRACTS = (VISION_ATTENTION, VISION_ATTENTION_PART, VISION_MERGE)

@@ -65,10 +65,11 @@ class EngineCore:
         self._clock = clock
         self.cache = CacheManager(plan, self.ring)
         self.encoder = EncoderCache(
-            model.encode,
+            model.begin_encoding,
             hidden=model.spec.text.hidden,
             max_tokens=self.options.encoder_tokens,
             ring=self.ring,
+            clock=clock,
         )
         self.runner = ModelRunner(model, ops, plan, self.encoder.rows)
         memory = self.options.memory
@@ -189,12 +190,13 @@ class EngineCore:
         """Run one step and return everything that happened since the last call."""
         if self.scheduler.has_work:
             self._expire()
-            encoded = self._encode()
+            encoded_s = self._encode()
+            self.pacer.charge(encoded_s)
             plan = self.scheduler.schedule()
             self._tell_plan(plan)
             if plan.rows:
                 self._run(plan)
-            self._watch_progress(plan, encoded)
+            self._watch_progress(plan, encoded_s > 0)
         return self.book.drain()
 
     def predicted_wait_s(self) -> float:
@@ -208,7 +210,8 @@ class EngineCore:
         decodes = sum(c.is_decoding for c in self.scheduler.running)
         waits = bool(self.scheduler.waiting) or decodes < len(self.scheduler.running)
         prefill = self.pacer.budget(decodes) if waits else 0
-        return self.pacer.model.predict(decodes, prefill)
+        encoding = self.pacer.target_s or 0.0 if self.encoder.num_open else 0.0
+        return self.pacer.model.predict(decodes, prefill) + encoding
 
     def stats(self) -> EngineStats:
         """Return the gauges and counters of this moment."""
@@ -282,15 +285,19 @@ class EngineCore:
         _log.warning("request %s: %s", choice.owner, message)
         self._end(choice, FinishReason.FAILED, message)
 
-    def _encode(self) -> bool:
+    def _encode(self) -> float:
+        """Work on pictures for their part of a step; return the seconds that it took."""
         wanted = list(self.scheduler.wanted_pictures())
-        done = self.encoder.encode_next(picture for _, picture in wanted)
+        decodes = sum(c.is_decoding for c in self.scheduler.running)
+        others = len(self.scheduler.running) + len(self.scheduler.waiting) - decodes - len(wanted)
+        room = self.pacer.encoding_seconds(decodes, shared=others > 0)
+        spent = self.encoder.encode_some((picture for _, picture in wanted), room)
         for choice, picture in wanted:
             failure = self.encoder.failures.get(picture.span.content_hash)
             if failure is not None and not choice.status.is_terminal:
                 self._end(choice, FinishReason.FAILED, failure)
         self.encoder.failures.clear()
-        return done
+        return spent
 
     def _expire(self) -> None:
         limit = self.options.queue_timeout_s

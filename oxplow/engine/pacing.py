@@ -69,16 +69,31 @@ class Pacer:
 
     def __init__(self, *, target_s: float | None, block_size: int, max_tokens: int) -> None:
         """`target_s` None fixes the budget at `max_tokens`."""
-        self._target_s, self._block_size, self._max_tokens = target_s, block_size, max_tokens
+        self.target_s, self._block_size, self._max_tokens = target_s, block_size, max_tokens
         self._last = min(max_tokens, 4 * block_size)
+        self._charged_s = 0.0
         self.model = StepModel()
+
+    def charge(self, seconds: float) -> None:
+        """Take what the next step has spent on other work, such as pictures, off its target."""
+        self._charged_s = seconds
+
+    def encoding_seconds(self, decode_rows: int, *, shared: bool) -> float | None:
+        """Return how long a step beside these decode rows may work on pictures.
+
+        Half of what is left where prompts want it too (`shared`); None: until one is done.
+        """
+        if self.target_s is None:
+            return None
+        room = max(0.0, self.target_s - self.model.predict(decode_rows, 0))
+        return room / 2 if shared else room
 
     def budget(self, decode_rows: int) -> int:
         """Return how many prefill tokens the next step may hold beside these decode rows."""
-        if self._target_s is None:
+        if self.target_s is None:
             return self._max_tokens
         per_token = self.model.prefill_token_seconds
-        room = self._target_s - self.model.predict(decode_rows, 0)
+        room = self.target_s - self._charged_s - self.model.predict(decode_rows, 0)
         most = min(2 * self._last, self._max_tokens)
         fitting = most if per_token * most <= room else int(room / per_token)
         return min(max(self._block_size, min(fitting, most)), self._max_tokens)

@@ -23,7 +23,7 @@ from oxplow.model.mtp import DraftBlock
 from oxplow.model.residual import Site
 from oxplow.model.spec import ModelSpec
 from oxplow.model.step import StepInput
-from oxplow.model.vision import VisionTower
+from oxplow.model.vision import Encoding, VisionTower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +108,18 @@ class HybridModel:
     @torch.inference_mode()
     def encode(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
         """Encode pictures or frames (see VisionTower); raises ConfigError for a text-only model."""
+        return self._tower()(pixel_values, grid_thw)
+
+    def begin_encoding(self, pixel_values: Tensor, grid_thw: Tensor) -> Encoding:
+        """Return the work of `encode`, to be done piece by piece; raises what `encode` raises."""
+        return self._tower().begin(pixel_values, grid_thw)
+
+    def _tower(self) -> VisionTower:
         if self.vision is None:
             raise ConfigError(
                 "this checkpoint has no vision tower", got="pictures", where=self.spec.family
             )
-        return self.vision(pixel_values, grid_thw)
+        return self.vision
 
     @torch.inference_mode()
     def draft(

@@ -49,6 +49,33 @@ def _attend(
     return out
 
 
+def _attend_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_coords: Tensor,
+    coords: Tensor,
+    *,
+    theta: float,
+    from_first: bool = False,
+    seen: slice = slice(None),
+    tables: torch.dtype = torch.float32,
+) -> Tensor:
+    """Compute the op; every keyword after theta can plant one fault."""
+    Dh = q.shape[2]
+    inverse = theta ** (-2 * torch.arange(Dh // 4) / (Dh * 0.5))
+
+    def turn(x: Tensor, places: Tensor) -> Tensor:
+        angles = (places.float().unsqueeze(-1) * inverse).flatten(1).to(tables)
+        cos, sin = angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
+        low, high = x.chunk(2, -1)
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+    queries = turn(q, coords[: len(q)] if from_first else q_coords)
+    scores = torch.einsum("thd,shd->hts", queries, turn(k, coords)[seen]) * Dh**-0.5
+    return torch.einsum("hts,shd->thd", scores.softmax(-1), v[seen])
+
+
 def _merge(
     x: Tensor,
     conv_weight: Tensor,
@@ -98,6 +125,11 @@ def _attention(fault: str, case: str, **planted: Any) -> Broken:
     return Broken(op="vision_attention", fault=fault, run=run, case=case, tensor="o")
 
 
+def _part(fault: str, case: str, **planted: Any) -> Broken:
+    run = _planted(_attend_part, **planted)
+    return Broken(op="vision_attention_part", fault=fault, run=run, case=case, tensor="o")
+
+
 def _merger(fault: str, case: str, run: Callable[..., Tensor]) -> Broken:
     return Broken(op="vision_merge", fault=fault, run=run, case=case, tensor="y")
 
@@ -119,6 +151,9 @@ BROKEN = (
         reason=Reason.UNTOUCHED,
         tensor="q",
     ),
+    _part("queries turned as if they were first", "far_corner", from_first=True),
+    _part("the last patch is not seen", "middle", seen=slice(-1)),
+    _part("tables in bfloat16", "far_corner", tables=torch.bfloat16),
     _merger("columns before rows", "image", _planted(_merge, order=(0, 2, 1, 3))),
     _merger("convolution without bias", "image", _planted(_merge, bias=0.0)),
     _merger("RMSNorm for LayerNorm", "image", _planted(_merge, centre=False)),

@@ -41,6 +41,28 @@ def vision_attention_alone(
     return _attend(q, k, v, coords, runs, theta)
 
 
+def vision_attention_part(
+    q: Tensor, k: Tensor, v: Tensor, q_coords: Tensor, coords: Tensor, *, theta: float
+) -> Tensor:
+    """Return o [Q, H, Dh]; no host sync.
+
+    Memory: turned copies of q and k, and at most _SCORES scores, only where attention is not fused.
+    """
+    (Q, H, Dh), T = q.shape, k.shape[0]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    queries = _turn(q, *_tables(q_coords, Dh, theta))
+    keys = _turn(k, *_tables(coords, Dh, theta))
+    # [1, H, T, Dh]
+    queries, keys, values, target = (
+        t.unsqueeze(0).transpose(1, 2) for t in (queries, keys, v.contiguous(), out)
+    )
+    tile = max(1, _SCORES // (H * T))
+    for start in range(0, Q, tile):
+        part = slice(start, start + tile)
+        target[:, :, part] = scaled_dot_product_attention(queries[:, :, part], keys, values)
+    return out
+
+
 def _runs(cu_seqlens: Tensor) -> list[tuple[int, int]]:
     """Return (patches per image, images) of every run of equal neighbours."""
     sizes = cu_seqlens.diff().tolist()  # the host sync
@@ -146,6 +168,7 @@ KERNELS = (
         invariant=True,
         rank=-1,
     ),
+    Kernel(op="vision_attention_part", name="torch", run=vision_attention_part, invariant=True),
     Kernel(op="vision_merge", name="torch", run=vision_merge),
     Kernel(
         op="vision_merge",
