@@ -44,12 +44,16 @@ class ServeConfig:
         default=None,
         metadata={"doc": "hosts that pictures may be fetched from, with commas; unset: none"},
     )
+    sessions_dir: str | None = field(
+        default=None,
+        metadata={"doc": "folder where named sessions are kept; unset: there are none"},
+    )
 
     def __post_init__(self) -> None:
         """Check ranges; raises ConfigError."""
         if not 0 <= self.port <= 65535:
             raise _bad("serve.port", self.port, "0 to 65535")
-        for name in ("model", "host", "names", "chat_template", "api_key"):
+        for name in ("model", "host", "names", "chat_template", "api_key", "sessions_dir"):
             value = getattr(self, name)
             if value is not None and not value.strip():
                 raise _bad(f"serve.{name}", value, "text that is not empty")

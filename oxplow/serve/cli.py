@@ -16,7 +16,17 @@ import typer
 from oxplow import __version__
 from oxplow.config import LogConfig
 from oxplow.errors import OxplowError
-from oxplow.serve.commands import batch, bench, chat, config, doctor, explain, generate, serve
+from oxplow.serve.commands import (
+    batch,
+    bench,
+    chat,
+    config,
+    doctor,
+    explain,
+    generate,
+    serve,
+    sessions,
+)
 from oxplow.serve.commands import eval as evaluate
 from oxplow.serve.console import Session, report_error
 from oxplow.trace import open_log
@@ -34,7 +44,7 @@ app = typer.Typer(
 )
 
 # The order of `oxplow --help`.
-for command in (serve, chat, generate, batch, explain, bench, evaluate, config, doctor):
+for command in (serve, chat, generate, batch, sessions, explain, bench, evaluate, config, doctor):
     command.register(app)
 
 

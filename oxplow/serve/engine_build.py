@@ -34,6 +34,9 @@ from oxplow.serve.engine_port import (
     Delta,
     EngineInfo,
     EngineStats,
+    LoadSession,
+    SaveSession,
+    SessionJob,
     TokenRow,
     WirePicture,
     Work,
@@ -45,6 +48,7 @@ from oxplow.serve.loading import told_progress
 from oxplow.serve.machine import available_memory_bytes, devices_that_answer, physical_cores
 from oxplow.serve.mask import MaskFactory
 from oxplow.serve.model_files import ModelFiles, read_model_files
+from oxplow.serve.session_jobs import session_job
 from oxplow.trace import EventRing
 
 __all__ = ["ServedCore", "build_core"]
@@ -144,6 +148,10 @@ class ServedCore:
         """Run one step."""
         deltas = _deltas(self._core.step())
         return [*self._left_queue(), *deltas] if self._queued else deltas
+
+    def session_job(self, command: SaveSession | LoadSession) -> SessionJob:
+        """Begin to save or load a session."""
+        return session_job(self._core, command)
 
     def _left_queue(self) -> list[Delta]:
         """Tell how long those waited that this step took in."""

@@ -29,11 +29,16 @@ __all__ = [
     "EngineInfo",
     "EngineStats",
     "GrammarSpec",
+    "LoadSession",
     "Refused",
+    "SaveSession",
+    "SessionDone",
+    "SessionJob",
     "Started",
     "Step",
     "TokenRow",
     "WirePicture",
+    "WireSpan",
     "Work",
     "decode_command",
     "decode_event",
@@ -95,7 +100,33 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
     abort_running: bool = False
 
 
-Command = Work | Abort | EndChoice | Drain
+class WireSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """Say where a picture stood in a conversation, without its pixels."""
+
+    start: int
+    num_tokens: int
+    content_hash: str
+
+
+class SaveSession(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
+    """Ask for a file with the cached state of a conversation: its last prompt and the answer."""
+
+    job_id: str
+    path: str
+    prompt: bytes
+    answer: bytes
+    pictures: tuple[WireSpan, ...] = ()
+    salt: str = ""
+
+
+class LoadSession(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """Ask for a file of `SaveSession` to be taken into the prefix cache."""
+
+    job_id: str
+    path: str
+
+
+Command = Work | Abort | EndChoice | Drain | SaveSession | LoadSession
 
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True):
@@ -191,7 +222,32 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     info: EngineInfo
 
 
-EngineEvent = Accepted | Refused | Step | Beat | Started
+class SessionDone(msgspec.Struct, frozen=True, kw_only=True, tag="session"):
+    """End a `SaveSession` or `LoadSession`: tokens and bytes of the state, or why it failed.
+
+    `kind` is "" where it was done, else capacity or transfer.
+    """
+
+    job_id: str
+    tokens: int = 0
+    num_bytes: int = 0
+    kind: str = ""
+    failure: str = ""
+
+
+EngineEvent = Accepted | Refused | Step | Beat | Started | SessionDone
+
+
+class SessionJob(Protocol):
+    """A session on its way to or from a file; made and finished on the driver's thread."""
+
+    def work(self) -> None:
+        """Do what takes its time, on any thread; raises TransferError or CapacityError."""
+        ...
+
+    def finish(self) -> SessionDone:
+        """Do the rest between two steps; raises TransferError or CapacityError."""
+        ...
 
 
 class Core(Protocol):
@@ -226,6 +282,10 @@ class Core(Protocol):
 
     def step(self) -> Sequence[Delta]:
         """Run one step."""
+        ...
+
+    def session_job(self, command: SaveSession | LoadSession) -> SessionJob:
+        """Begin to save or load a session; raises TransferError or CapacityError."""
         ...
 
     def stats(self) -> EngineStats:

@@ -13,7 +13,15 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["MODEL_FLAGS", "SERVE_FLAGS", "Flag", "Given", "parameter", "with_flags"]
+__all__ = [
+    "MODEL_FLAGS",
+    "SERVE_FLAGS",
+    "SESSIONS_FLAG",
+    "Flag",
+    "Given",
+    "parameter",
+    "with_flags",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,9 @@ MODEL_FLAGS: tuple[Flag, ...] = (
     Flag("--cache-mib", "limits.cache_mib", int, "MiB for cached state."),
     Flag("--max-running", "limits.max_running", int, "Answers that are computed at once."),
 )
+SESSIONS_FLAG = Flag(
+    "--sessions-dir", "serve.sessions_dir", str, "Folder where named sessions are kept."
+)
 SERVE_FLAGS: tuple[Flag, ...] = (
     *MODEL_FLAGS,
     Flag("--host", "serve.host", str, "Address to listen on; 127.0.0.1 if none."),
@@ -54,6 +65,7 @@ SERVE_FLAGS: tuple[Flag, ...] = (
         str,
         "Hosts that pictures may be fetched from, with commas.",
     ),
+    SESSIONS_FLAG,
     Flag("--max-waiting", "limits.max_waiting", int, "Answers that may queue."),
     Flag("--grace-s", "limits.grace_s", int, "Seconds that answers get at the end."),
     Flag("--keep-alive-s", "limits.keep_alive_s", int, "Seconds between signs of life."),

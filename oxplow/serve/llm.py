@@ -31,6 +31,7 @@ from oxplow.serve.commands.serve import serve_options
 from oxplow.serve.formats.answer import Content, Reasoning
 from oxplow.serve.prepare.jobs import prepare
 from oxplow.serve.server import open_service
+from oxplow.serve.sessions import Sessions, check_name
 
 __all__ = ["LLM", "Piece", "open_llm"]
 
@@ -78,20 +79,25 @@ class LLM:
             if self._service is None:
                 self._stop_loop()
 
-    def chat(self, messages: str | Sequence[Message], **fields: Any) -> dict[str, Any]:
+    def chat(
+        self, messages: str | Sequence[Message], *, session: str | None = None, **fields: Any
+    ) -> dict[str, Any]:
         """Answer a conversation, or one user message given as text.
 
-        `fields` are those of `/v1/chat/completions`; so is the answer. Raises RequestError.
+        `fields` are those of `/v1/chat/completions`; so is the answer. `session` names the
+        conversation for `save_session`. Raises RequestError.
         """
-        return self._wait(self._whole("chat", _chat_body(messages, fields)))
+        return self._wait(self._whole("chat", _chat_body(messages, fields), session))
 
     async def achat(self, messages: str | Sequence[Message], **fields: Any) -> dict[str, Any]:
         """Do what `chat` does, without blocking the caller's event loop."""
         return await self._cross(self._whole("chat", _chat_body(messages, fields)))
 
-    def stream(self, messages: str | Sequence[Message], **fields: Any) -> Iterator[Piece]:
+    def stream(
+        self, messages: str | Sequence[Message], *, session: str | None = None, **fields: Any
+    ) -> Iterator[Piece]:
         """Answer a conversation piece by piece; leaving the loop early ends the request."""
-        source = self._pieces(_chat_body(messages, fields))
+        source = self._pieces(_chat_body(messages, fields), session)
         try:
             while (piece := self._wait(_next(source))) is not None:
                 yield piece
@@ -116,6 +122,28 @@ class LLM:
     async def answer(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a whole request body of `endpoint`, chat or completions."""
         return await self._cross(self._whole(endpoint, body))
+
+    def save_session(self, name: str) -> int:
+        """Save the cached state of a session's last turn and return its tokens.
+
+        The file lies in `serve.sessions_dir`. Raises RequestError, CapacityError or TransferError.
+        """
+        return self._wait(self._sessions.save(name)).tokens
+
+    def load_session(self, name: str) -> int:
+        """Load a session's file into the prefix cache and return its tokens.
+
+        Raises RequestError, CapacityError, or TransferError where the file is damaged or another
+        model's.
+        """
+        return self._wait(self._sessions.load(name)).tokens
+
+    @property
+    def _sessions(self) -> Sessions:
+        sessions = self._open.sessions
+        if sessions is None:
+            raise RequestError("sessions are off", wanted="the setting serve.sessions_dir")
+        return sessions
 
     @property
     def plan(self) -> tuple[str, ...]:
@@ -175,19 +203,24 @@ class LLM:
             raise RequestError("this LLM is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _run(self, endpoint: str, body: Mapping[str, Any]) -> Run:
+    async def _run(self, endpoint: str, body: Mapping[str, Any], session: str | None = None) -> Run:
         raw = json.dumps(body).encode()
         service = self._open
         prepared = await service.workers.run(prepare, endpoint, raw, num_bytes=len(raw))
-        run = Run(service, prepared, f"llm-{next(self._numbers)}")
+        if session is not None:
+            check_name(session)
+            await self._sessions.open(session)
+        run = Run(service, prepared, f"llm-{next(self._numbers)}", session=session)
         try:
             await run.admit()
         except ApiError as error:
             raise _our_error(error) from error
         return run
 
-    async def _whole(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        run = await self._run(endpoint, {**body, "stream": False})
+    async def _whole(
+        self, endpoint: str, body: Mapping[str, Any], session: str | None = None
+    ) -> dict[str, Any]:
+        run = await self._run(endpoint, {**body, "stream": False}, session)
         vocabulary = self._open.text.vocabulary
         form = (ChatForm if endpoint == "chat" else CompletionForm)(run, vocabulary)
         try:
@@ -202,8 +235,10 @@ class LLM:
         whole: dict[str, Any] = form.whole()
         return whole
 
-    async def _pieces(self, body: Mapping[str, Any]) -> AsyncIterator[Piece]:
-        run = await self._run("chat", body)
+    async def _pieces(
+        self, body: Mapping[str, Any], session: str | None = None
+    ) -> AsyncIterator[Piece]:
+        run = await self._run("chat", body, session)
         try:
             async with aclosing(run.events()) as events:
                 async for told in events:

@@ -34,12 +34,15 @@ from oxplow.serve.link.local import ThreadTransport
 from oxplow.serve.link.process import ProcessTransport
 from oxplow.serve.model_files import read_model_files
 from oxplow.serve.prepare.prepared import PrepareSettings
+from oxplow.serve.sessions import Sessions
 from oxplow.serve.text import load_text
 from oxplow.serve.workers import WorkerPool
 
 __all__ = ["ServeOptions", "http_server", "open_service", "run_server"]
 
 log = logging.getLogger(__name__)
+
+_LEAST_SAVE_S = 10.0  # for the files of sessions, also where answers get no grace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class ServeOptions:
     is_inprocess: bool = False
     template_file: Path | None = None
     media_domains: tuple[str, ...] = ()
+    sessions_dir: Path | None = None
     limits: Limits = field(default_factory=Limits)
 
 
@@ -69,6 +73,13 @@ async def open_service(options: ServeOptions) -> Service:
     text = load_text(directory, options.template_file)
     workers = WorkerPool(prepare, processes=not options.is_inprocess)
     engine = EngineClient(_transport(options))
+    metrics = Metrics(lambda: engine.stats)
+    engine.on_restart = metrics.restarts.inc
+    sessions = None
+    if options.sessions_dir is not None:
+        sessions = Sessions(
+            options.sessions_dir, engine, lambda what: metrics.session_files.labels(what).inc()
+        )
     starts = (asyncio.ensure_future(engine.start()), asyncio.ensure_future(workers.start()))
     is_open = False
     try:
@@ -81,8 +92,6 @@ async def open_service(options: ServeOptions) -> Service:
             await asyncio.gather(*starts, return_exceptions=True)
             await engine.abandon()
             workers.close()
-    metrics = Metrics(lambda: engine.stats)
-    engine.on_restart = metrics.restarts.inc
     return Service(
         engine=engine,
         workers=workers,
@@ -91,6 +100,7 @@ async def open_service(options: ServeOptions) -> Service:
         limits=options.limits,
         metrics=metrics,
         started_at=int(time.time()),
+        sessions=sessions,
     )
 
 
@@ -141,9 +151,14 @@ async def run_server(options: ServeOptions, on_ready: Callable[[Service, str], N
 async def _take_down(service: Service, hurry: asyncio.Event) -> None:
     """Let answers finish within the grace time; a second signal ends the waiting."""
     service.is_leaving = True
+
+    async def keep_sessions() -> None:
+        if service.sessions is not None:
+            await service.sessions.save_changed(max(_LEAST_SAVE_S, service.limits.grace_s))
+
     log.info("leaving; %s requests may finish", service.engine.num_open)
     drain = asyncio.ensure_future(
-        service.engine.drain(service.limits.grace_s, service.until_answered)
+        service.engine.drain(service.limits.grace_s, service.until_answered, keep_sessions)
     )
     second = asyncio.ensure_future(hurry.wait())
     await asyncio.wait({drain, second}, return_when=asyncio.FIRST_COMPLETED)

@@ -16,7 +16,15 @@ from oxplow.contracts import CONTRACTS
 from oxplow.errors import ConfigError
 from oxplow.serve import cli
 
-COMMANDS = sorted(c.name or "" for c in cli.app.registered_commands)
+COMMANDS = sorted(
+    [[c.name or ""] for c in cli.app.registered_commands]
+    + [
+        [group.name or "", command.name or ""]
+        for group in cli.app.registered_groups
+        for command in (group.typer_instance or cli.app).registered_commands
+    ]
+)
+every_command = pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 runner = CliRunner()
 
 
@@ -36,16 +44,18 @@ def program(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_shows_help_with_an_example(command: str) -> None:
-    shown = runner.invoke(cli.app, [command, "--help"])
+@every_command
+def test_every_command_shows_help_with_an_example(command: list[str]) -> None:
+    shown = runner.invoke(cli.app, [*command, "--help"])
     assert shown.exit_code == 0
-    assert "Example: oxplow" in shown.output
+    _, found, example = shown.output.partition("Example: oxplow ")
+    assert found
+    assert " ".join(command) in " ".join(example.split())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_takes_json(command: str) -> None:
-    assert "--json" in runner.invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"}).output
+@every_command
+def test_every_command_takes_json(command: list[str]) -> None:
+    assert "--json" in runner.invoke(cli.app, [*command, "--help"], env={"COLUMNS": "200"}).output
 
 
 def test_version_is_the_package_s() -> None:

@@ -27,6 +27,7 @@ NAMES = {
     "oxplow_requests_cancelled": "counter",
     "oxplow_requests_refused": "counter",
     "oxplow_tool_calls_dropped": "counter",
+    "oxplow_session_files": "counter",
     "oxplow_transfers_failed": "counter",
     "oxplow_time_to_first_token_seconds": "histogram",
     "oxplow_time_between_tokens_seconds": "histogram",

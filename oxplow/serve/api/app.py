@@ -33,6 +33,12 @@ from oxplow.serve.api.errors import ApiError, error_response
 from oxplow.serve.api.messages import messages
 from oxplow.serve.api.responses import responses
 from oxplow.serve.api.service import Service
+from oxplow.serve.api.sessions import (
+    list_sessions,
+    load_session,
+    save_session,
+    show_session,
+)
 
 __all__ = ["build_app"]
 
@@ -52,10 +58,14 @@ _POSTS: tuple[tuple[str, Endpoint], ...] = (
     ("/v1/messages/count_tokens", info.count_message_tokens),
     ("/tokenize", info.tokenize_text),
     ("/detokenize", info.detokenize_ids),
+    ("/sessions/{name}/save", save_session),
+    ("/sessions/{name}/load", load_session),
 )
 _GETS: tuple[tuple[str, Endpoint], ...] = (
     ("/v1/models", info.models),
     ("/v1/models/{name:path}", info.model),
+    ("/sessions", list_sessions),
+    ("/sessions/{name}", show_session),
     ("/health", info.health),
     ("/ready", info.ready),
     ("/metrics", info.metrics),

@@ -22,10 +22,12 @@ from oxplow.serve.api.run import Run, Told
 from oxplow.serve.api.service import Service
 from oxplow.serve.api.sse import EventStream, client_left
 from oxplow.serve.prepare.jobs import prepare
+from oxplow.serve.sessions import check_name
 
 __all__ = ["ClientLeftError", "Form", "answer", "job", "json_response", "read_body"]
 
 _T = TypeVar("_T")
+_SESSION_HEADER = "X-Oxplow-Session"
 
 
 class ClientLeftError(Exception):
@@ -59,9 +61,12 @@ class Form(Protocol):
 async def answer(request: Request, endpoint: str, make_form: Callable[[Run], Form]) -> Response:
     """Answer a request of `endpoint` as its body asks. Raises ApiError or ClientLeftError."""
     service: Service = request.app.state.service
+    session = _session_name(request, service)
     body = await read_body(request, service)
     prepared = await job(service, prepare, endpoint, body)
-    run = Run(service, prepared, request.state.request_id)
+    if session is not None and service.sessions is not None:
+        await service.sessions.open(session)
+    run = Run(service, prepared, request.state.request_id, session=session)
     await while_connected(request, run.admit())
     form = make_form(run)
     if prepared.shape.is_stream:
@@ -79,6 +84,20 @@ async def answer(request: Request, endpoint: str, make_form: Callable[[Run], For
         raise
     finally:
         run.close()
+
+
+def _session_name(request: Request, service: Service) -> str | None:
+    """Return the session that a request names in its header; raises ApiError."""
+    name = request.headers.get(_SESSION_HEADER)
+    if name is None:
+        return None
+    if service.sessions is None:
+        message = "sessions are off; start the server with --sessions-dir"
+        raise ApiError(400, message, param=_SESSION_HEADER, code="unsupported")
+    try:
+        return check_name(name)
+    except OxplowError as error:
+        raise api_error(error) from error
 
 
 async def job(service: Service, work: Callable[..., _T], *arguments: object) -> _T:

@@ -19,6 +19,7 @@ from oxplow.serve.engine_port import EngineStats
 __all__ = ["FINISH_REASONS", "Metrics"]
 
 FINISH_REASONS = ("stop", "length", "tool_calls", "aborted", "failed")
+SESSION_EVENTS = ("saved", "loaded", "refused")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _COUNTERS = (
     ("oxplow_prompt_tokens", "Prompt tokens taken in.", "prompt_tokens"),
@@ -55,6 +56,9 @@ class Metrics:
         self.misses = counter("oxplow_prefix_misses", "Requests by miss reason.", ("reason",))
         self.dropped_calls = counter("oxplow_tool_calls_dropped", "Calls of undeclared functions.")
         self.failed_transfers = counter("oxplow_transfers_failed", "Hand-overs that failed.")
+        self.session_files = counter(
+            "oxplow_session_files", "Session files by what became of them.", ("event",)
+        )
         self.restarts = counter("oxplow_engine_restarts", "Engine processes that were replaced.")
         self.first_token = histogram(
             "oxplow_time_to_first_token_seconds", "From the request to its first token."
@@ -71,6 +75,8 @@ class Metrics:
         )
         for reason in FINISH_REASONS:
             self.finished.labels(reason)
+        for event in SESSION_EVENTS:
+            self.session_files.labels(event)
 
     def page(self) -> bytes:
         """Return the metrics page."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -33,8 +34,12 @@ Told = list[tuple[int, ChoiceEvent]]
 class Run:
     """A request on its way through the engine: `admit`, read `events`, `close`."""
 
-    def __init__(self, service: Service, prepared: Prepared, request_id: str) -> None:
+    def __init__(
+        self, service: Service, prepared: Prepared, request_id: str, *, session: str | None = None
+    ) -> None:
+        """Take a prepared request; `session` names the conversation that it is a turn of."""
         self._service, self.prepared, self.request_id = service, prepared, request_id
+        self._session, self._answer_ids = session, array("i")
         self._tickets: list[Ticket] = []
         self._readers: list[AnswerReader] = []
         self._began = time.monotonic()
@@ -60,6 +65,9 @@ class Run:
         self._is_closed = True
         metrics = self._service.metrics
         self._service.open_answers.discard(self.request_id)
+        # A request that gave no token says nothing about its conversation.
+        if self._session is not None and self._service.sessions is not None and self._answer_ids:
+            self._service.sessions.note(self._session, self._works[0], self._answer_ids)
         for ticket in self._tickets:
             self._service.engine.close_ticket(ticket)
         for reader in self._readers:
@@ -150,6 +158,10 @@ class Run:
             deltas = await ticket.next_deltas()
             if not deltas:
                 return
+            if self._session is not None and number == 0:
+                for delta in deltas:
+                    if delta.index == 0:
+                        self._answer_ids.extend(delta.token_ids)
             yield [(first + index, event) for index, event in reader.read(deltas)]
 
     async def _read_all(self) -> AsyncGenerator[Told, None]:

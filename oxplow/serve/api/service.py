@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from oxplow.serve.api.metrics import Metrics
 from oxplow.serve.link.client import EngineClient
 from oxplow.serve.prepare.prepared import PrepareSettings
+from oxplow.serve.sessions import Sessions
 from oxplow.serve.text import ChatText
 from oxplow.serve.workers import WorkerPool
 
@@ -43,6 +44,7 @@ class Service:
     limits: Limits
     metrics: Metrics
     started_at: int
+    sessions: Sessions | None = None  # None: there is no folder for them
     is_leaving: bool = False
     body_bytes: int = 0  # of requests that are being read
     open_answers: set[str] = field(default_factory=set)

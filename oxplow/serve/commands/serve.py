@@ -67,6 +67,7 @@ def serve_options(loaded: LoadedConfig) -> "ServeOptions":
         is_inprocess=serve.inprocess,
         template_file=Path(serve.chat_template) if serve.chat_template else None,
         media_domains=tuple(d.lower() for d in _words(serve.allow_media_domains)),
+        sessions_dir=Path(serve.sessions_dir) if serve.sessions_dir else None,
         limits=Limits(
             max_body_bytes=limits.max_body_mib << 20,
             body_timeout_s=limits.body_timeout_s,

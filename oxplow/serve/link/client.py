@@ -26,7 +26,10 @@ from oxplow.serve.engine_port import (
     EngineEvent,
     EngineInfo,
     EngineStats,
+    LoadSession,
     Refused,
+    SaveSession,
+    SessionDone,
     Started,
     Step,
     Work,
@@ -114,6 +117,8 @@ class EngineClient:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._tickets: dict[str, Ticket] = {}
+        self._jobs: dict[str, asyncio.Future[SessionDone]] = {}
+        self.num_starts = 0  # of engines so far; an engine's caches go with it
         self._started = asyncio.Event()
         self._info: EngineInfo | None = None
         self._beat = Beat(stats=EngineStats())
@@ -185,10 +190,28 @@ class EngineClient:
         else:
             self.abort(ticket.request_id)
 
-    async def drain(self, grace_s: float, wait: Callable[[], Awaitable[None]]) -> None:
+    async def session(self, command: SaveSession | LoadSession) -> SessionDone:
+        """Have a session saved or loaded; what went wrong is told in the answer."""
+        if not self.is_alive:
+            return SessionDone(job_id=command.job_id, kind="lost", failure=self._failure)
+        job: asyncio.Future[SessionDone] = asyncio.get_running_loop().create_future()
+        self._jobs[command.job_id] = job
+        try:
+            self._transport.send(command)
+            return await job
+        finally:
+            self._jobs.pop(command.job_id, None)
+
+    async def drain(
+        self,
+        grace_s: float,
+        wait: Callable[[], Awaitable[None]],
+        last: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         """Let what runs finish for `grace_s` seconds, cut the rest, and stop the engine.
 
-        `wait` returns when no client is being answered any more.
+        `wait` returns when no client is being answered any more; `last` is what the engine still
+        has to do then.
         """
         if self._tickets and grace_s > 0:
             deadline = time.monotonic() + grace_s
@@ -196,6 +219,9 @@ class EngineClient:
                 await asyncio.sleep(0.05)
         for ticket in list(self._tickets.values()):
             ticket.fail("the server is shutting down")
+        if last is not None:
+            await wait()
+            await last()
         self._transport.send(Drain(abort_running=True))
         await wait()
         self.is_alive = False
@@ -222,8 +248,13 @@ class EngineClient:
                         self._tickets.pop(event.request_id)
             case Beat():
                 self._beat, self._beat_at = event, time.monotonic()
+            case SessionDone():
+                job = self._jobs.get(event.job_id)
+                if job is not None and not job.done():
+                    job.set_result(event)
             case Started():
                 self._info, self.is_alive = event.info, True
+                self.num_starts += 1
                 self._beat_at = time.monotonic()
                 self._started.set()
 
@@ -238,6 +269,9 @@ class EngineClient:
         lost, self._tickets = self._tickets, {}
         for ticket in lost.values():
             ticket.fail(_LOST)
+        for job_id, job in self._jobs.items():
+            if not job.done():
+                job.set_result(SessionDone(job_id=job_id, kind="lost", failure=reason))
 
 
 def _added(before: EngineStats, now: EngineStats) -> EngineStats:
