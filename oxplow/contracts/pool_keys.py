@@ -201,6 +201,8 @@ POOL_KEYS_WRITE = OpContract(
     cases=(
         Case("prefill", CaseKind.ORDINARY, lambda g: _pool_case([(0, 37)], g)),
         Case("decode", CaseKind.ORDINARY, lambda g: _pool_case([(n, 1) for n in range(9)], g)),
+        Case("one_token_kept", CaseKind.ORDINARY, lambda g: _pool_case([(17, 1)], g)),
+        Case("one_token_fills", CaseKind.ORDINARY, lambda g: _pool_case([(19, 1)], g)),
         Case("no_tokens", CaseKind.EDGE, lambda g: _pool_case([(3, 0), (0, 0)], g)),
         Case("nothing_fills", CaseKind.EDGE, lambda g: _pool_case([(0, 1), (4, 2), (1, 2)], g)),
         Case(

@@ -65,6 +65,9 @@ class MoeFfn:
             )
         )
         self._down = source.stacked([f"{e}.{down}.weight" for e in experts], text.hidden, moe.width)
+        if self._gate_up.scale is None:
+            self._gate_up = Matrix(ops.lay("experts", "gate_up", self._gate_up.values))
+            self._down = Matrix(ops.lay("experts", "down", self._down.values))
         self._shared = DenseFfn(
             ops,
             source,

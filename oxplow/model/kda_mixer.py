@@ -89,7 +89,7 @@ class KdaMixer:
         decay = self._decay(low_decay).view(-1, kda.num_heads, kda.head_dim)
         g = self._ops.kda_gate(decay, self._a_log, self._dt_bias, lower_bound=kda.lower_bound)
         # Spelled out: the library sigmoid rounds a tensor's tail in another way than its body.
-        beta = at_least_fp32(beta).neg().exp().add(1).reciprocal()
+        beta = at_least_fp32(beta).neg().exp_().add_(1).reciprocal_()
         parts = []
         if step.decode is not None:
             parts.append(self._decode(raw, g, beta, step.decode, caches))
@@ -103,19 +103,17 @@ class KdaMixer:
     def _decode(
         self, raw: Tensor, g: Tensor, beta: Tensor, rows: Rows, caches: LayerCaches
     ) -> Tensor:
-        here = slice(rows.start, rows.stop)
-        mixed = self._ops.short_conv_decode(
-            raw[here], self._taps, self._window(caches), rows.state_slots
-        )
+        raw, g, beta = (rows.of(x) for x in (raw, g, beta))
+        mixed = self._ops.short_conv_decode(raw, self._taps, self._window(caches), rows.state_slots)
         q, k, v = self._heads(mixed)
-        return self._ops.kda_decode(q, k, v, g[here], beta[here], caches["state"], rows.state_slots)
+        return self._ops.kda_decode(q, k, v, g, beta, caches["state"], rows.state_slots)
 
     def _prefill(
         self, raw: Tensor, g: Tensor, beta: Tensor, rows: Rows, caches: LayerCaches
     ) -> Tensor:
-        here = slice(rows.start, rows.stop)
+        raw, g, beta = (rows.of(x) for x in (raw, g, beta))
         mixed = self._ops.short_conv(
-            raw[here],
+            raw,
             self._taps,
             self._window(caches),
             rows.state_slots,
@@ -127,8 +125,8 @@ class KdaMixer:
             q,
             k,
             v,
-            g[here],
-            beta[here],
+            g,
+            beta,
             caches["state"],
             rows.state_slots,
             rows.has_state,

@@ -28,9 +28,10 @@ class Linear:
 
     def __init__(self, ops: OpTable, weight: Matrix, bias: Tensor | None = None) -> None:
         self._ops = ops
-        self.weight = weight
-        self.bias = bias
         self._plain = weight.scale is None
+        values = ops.lay("linear", "weight", weight.values) if self._plain else weight.values
+        self.weight = Matrix(values, weight.scale)
+        self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map the last axis of x [T, K] to [T, N]."""
@@ -68,9 +69,9 @@ class JoinedLinear:
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return one [T, size] tensor per group, in order; they may be columns of one product."""
         if len(self._parts) == 1:
-            return torch.split(self._parts[0](x), self._sizes, -1)
+            return self._parts[0](x).split_with_sizes(self._sizes, -1)
         parts = tuple(part(x) for part in self._parts)
-        return torch.split(torch.cat(parts, -1), self._sizes, -1) if self._regroup else parts
+        return torch.cat(parts, -1).split_with_sizes(self._sizes, -1) if self._regroup else parts
 
 
 class RmsNorm:

@@ -64,9 +64,11 @@ class _Mla:
         [T, R + P].
         """
         first, row = self._project(x)
-        latent, shared = torch.split(row, [self.mla.kv_lora_rank, self.mla.rope_dim], -1)
-        latent = self._latent_norm(latent)
-        row = torch.cat([latent, shared], -1) if self.mla.rope_dim else latent
+        rank = self.mla.kv_lora_rank
+        if self.mla.rope_dim:
+            row = torch.cat([self._latent_norm(row[:, :rank]), row[:, rank:]], -1)
+        else:
+            row = self._latent_norm(row)
         if self._query is not None:
             first = self._query_norm(first)
         query = first if self._query is None else self._query(first)
@@ -75,7 +77,7 @@ class _Mla:
     def attend_all(self, query: Tensor, rows: Rows, caches: LayerCaches) -> Tensor:
         """Attend to every earlier token of the rows' own sequences."""
         return self._ops.dense_mla(
-            query[rows.start : rows.stop],
+            rows.of(query),
             self.w_uk,
             self.w_uv,
             caches["latent"],
@@ -228,11 +230,10 @@ class SparseMlaMixer:
         self, low_query: Tensor, head_weights: Tensor, rows: Rows, caches: LayerCaches
     ) -> Tensor:
         """Return the selected positions [rows, S] int32 of each row's own sequence, -1 padded."""
-        here = slice(rows.start, rows.stop)
-        query = self._query(low_query[here]).view(-1, self.index.num_heads, self.index.head_dim)
+        query = self._query(rows.of(low_query)).view(-1, self.index.num_heads, self.index.head_dim)
         return self._ops.index_select(
             query,
-            head_weights[here],
+            rows.of(head_weights),
             caches["pool_keys"],
             rows.block_table,
             rows.computed_tokens,
@@ -245,7 +246,7 @@ class SparseMlaMixer:
         self, query: Tensor, selected: Tensor, rows: Rows, caches: LayerCaches, *, is_decode: bool
     ) -> Tensor:
         """Attend to the selected tokens only."""
-        query = query[rows.start : rows.stop]
+        query = rows.of(query)
         weights, latents, table = (
             (self._mla.w_uk, self._mla.w_uv),
             caches["latent"],

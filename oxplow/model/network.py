@@ -92,7 +92,9 @@ class HybridModel:
         hidden = self.norm(residual if self.streams is None else residual.mean(1))
         if observe is not None:
             observe("streams", len(self.layers), hidden)
-        return StepOutput(hidden=hidden, logits=self.project(hidden[step.logit_rows]))
+        return StepOutput(
+            hidden=hidden, logits=self.project(hidden.index_select(0, step.logit_rows))
+        )
 
     def embed(self, step: StepInput) -> Tensor:
         """Return the rows' embeddings [T, D], encoder rows put in their places."""
@@ -138,4 +140,4 @@ class HybridModel:
         if self.draft_block is None:
             raise ConfigError("this checkpoint has no draft block", where=self.spec.family)
         state = self.draft_block(hidden, self.embedding(next_token_ids), step, caches, observe)
-        return StepOutput(hidden=state, logits=self.project(state[step.logit_rows]))
+        return StepOutput(hidden=state, logits=self.project(state.index_select(0, step.logit_rows)))

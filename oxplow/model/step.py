@@ -56,6 +56,12 @@ class Rows:
     block_table: Tensor
     max_context: int
 
+    def of(self, x: Tensor) -> Tensor:
+        """Return this group's rows of a step's x [T, ...]: x itself where they are all of them."""
+        if self.stop - self.start == x.shape[0]:
+            return x
+        return x[self.start : self.stop]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embeds:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from oxplow.errors import ContractError, KernelUnavailable
 
@@ -55,7 +56,8 @@ class Kernel:
     exactly what the contract says and returns the outputs (one tensor, a tuple, or None).
     `invariant` promises that a row's bits depend neither on other rows nor on how a sequence is
     split into calls. Among usable kernels the highest `rank` wins; a preference by name wins over
-    rank.
+    rank. `layouts` says for weights, by input name, how the kernel reads them best: a function that
+    returns the tensor itself, or a copy with the same values, shape and dtype and other strides.
     """
 
     op: str
@@ -64,6 +66,7 @@ class Kernel:
     supports: Callable[[Facts], Support] = field(default_factory=always)
     invariant: bool = False
     rank: int = 0
+    layouts: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,14 @@ class OpTable:
     def kernels(self) -> Mapping[str, Kernel]:
         """The chosen kernel of every op, read-only."""
         return self._kernels
+
+    def lay(self, op: str, name: str, weight: Tensor) -> Tensor:
+        """Return `weight` as the op's kernel reads it best: itself, or a copy with other strides.
+
+        For the owner of a weight, once, when it is bound; a kernel takes any strides at any time.
+        """
+        layout = self._kernels[op].layouts.get(name)
+        return weight if layout is None else layout(weight)
 
     def explain(self) -> tuple[Choice, ...]:
         """Return one Choice per op, in the order of the contracts."""

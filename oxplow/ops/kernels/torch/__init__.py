@@ -3,17 +3,36 @@
 One family per file; `KERNELS` concatenates the families.
 """
 
-from oxplow.ops.kernels.torch import dense, hyper, index, kda, mla, moe, sampling, vision
+from oxplow.ops.kernels.torch import (
+    dense,
+    dense_host,
+    hyper,
+    hyper_host,
+    index,
+    kda,
+    kda_host,
+    mla,
+    mla_host,
+    moe,
+    moe_host,
+    sampling,
+    vision,
+)
 
 __all__ = ["KERNELS"]
 
 KERNELS = (
     *dense.KERNELS,
+    *dense_host.KERNELS,
     *hyper.KERNELS,
+    *hyper_host.KERNELS,
     *kda.KERNELS,
+    *kda_host.KERNELS,
     *mla.KERNELS,
+    *mla_host.KERNELS,
     *index.KERNELS,
     *moe.KERNELS,
+    *moe_host.KERNELS,
     *vision.KERNELS,
     *sampling.KERNELS,
 )

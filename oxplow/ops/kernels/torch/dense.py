@@ -22,6 +22,8 @@ from oxplow.ops.kernels.torch.invariant import (
 )
 from oxplow.ops.table import Facts, Kernel, Support
 
+_FEWEST_COLUMNS = 128  # under it the order in memory made no difference
+
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """Normalise rows with statistics in float32 and multiply by the weight."""
@@ -60,6 +62,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.dtype == weight.dtype and not rounds_twice:
         return functional.linear(x, weight, bias)
     return linear_wide(x, weight, bias)
+
+
+def columns_where_wide(weight: Tensor) -> Tensor:
+    """Lay a wide float32 weight [N, K] on a CPU column by column; leave any other as it is.
+
+    With few rows of x, MKL reads columns 1.4 to 2.6 times as fast once N is 2 K or more (one row of
+    8192 x 256: 0.41 against 1.04 ms), and with many rows no slower.
+    """
+    N, K = weight.shape
+    is_wide = N >= 2 * K and K >= _FEWEST_COLUMNS
+    if not is_wide or weight.dtype is not torch.float32 or weight.device.type != "cpu":
+        return weight
+    return weight.t().contiguous().t()
 
 
 def linear_wide(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -147,7 +162,7 @@ KERNELS = (
         invariant=True,
         rank=-1,
     ),
-    Kernel(op="linear", name="torch", run=linear),
+    Kernel(op="linear", name="torch", run=linear, layouts={"weight": columns_where_wide}),
     Kernel(op="linear", name="torch-wide", run=linear_wide, supports=slow_half_cpu, rank=1),
     Kernel(
         op="linear",

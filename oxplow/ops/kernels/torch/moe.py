@@ -178,7 +178,7 @@ def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     missing = -rows.shape[1] % grain
     if missing:  # grouped_mm wants rows on 16-byte borders; only odd test sizes pay this copy
         rows, weights = functional.pad(rows, (0, missing)), functional.pad(weights, (0, missing))
-    elif weights.data_ptr() % 16 or any(step % grain for step in weights.stride()[:-1]):
+    elif weights.data_ptr() % 16 or any(step % grain for step in weights.stride() if step != 1):
         weights = weights.contiguous()  # a slice between the borders pays it too
     return functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
 

@@ -62,6 +62,8 @@ def sample(
     """
     logits = logits.float()
     peak, tokens = logits.max(dim=-1)  # the first of equal maxima; NaN wins
+    if temperature.device.type == "cpu" and not any(t > 0 for t in temperature.tolist()):
+        return tokens.masked_fill_(~peak.isfinite(), -1)
     drawn = temperature > 0
     cut = (top_k > 0) & (top_k < logits.shape[1]) | (top_p < 1)
     kinds = (drawn.int() * (1 + cut.int())).tolist()  # the host sync: 0 greedy, 1 drawn, 2 cut too
