@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 import torch
@@ -54,6 +55,7 @@ class Sampler:
     def __init__(self, ops: OpTable, eos_token_ids: Sequence[int]) -> None:
         self._ops, self._eos = ops, tuple(eos_token_ids)
         self._past: dict[str, _Past] = {}
+        self._settings: tuple[tuple[object, ...], tuple[Tensor, ...]] = ((), ())
 
     def forget(self, owner: str) -> None:
         """Drop what is kept for a choice."""
@@ -64,21 +66,20 @@ class Sampler:
         """Return one result per row of logits [L, V] float32; logits are not changed."""
         if not rows:
             return []
-        tokens = torch.full((len(rows),), -1, dtype=torch.int64, device=logits.device)
         masks = {
             i: _allowed(row.choice, logits.shape[-1]) for i, row in enumerate(rows) if row.draws
         }
         drawing = list(masks)
-        if drawing:
-            drawn = self._sample(logits, rows, masks)
-            tokens = (
-                drawn
-                if len(drawing) == len(rows)
-                else tokens.index_put_((torch.tensor(drawing, device=logits.device),), drawn)
-            )
-        finite = torch.isfinite(logits).all(-1)
+        if len(drawing) == len(rows):
+            tokens = self._sample(logits, rows, masks)
+        else:
+            tokens = torch.full((len(rows),), -1, dtype=torch.int64, device=logits.device)
+            if drawing:
+                at = torch.tensor(drawing, device=logits.device)
+                tokens.index_put_((at,), self._sample(logits, rows, masks))
         wanted = [i for i, row in enumerate(rows) if _num_top(row) is not None]
-        columns = [tokens.float(), finite.float()]  # ids below 2**24 are exact in float32
+        # ids below 2**24 are exact in float32; a NaN comes through both extremes
+        columns = [tokens.float(), logits.amax(-1), logits.amin(-1)]
         width = max((_num_top(rows[i]) or 0 for i in wanted), default=0)
         if wanted:
             columns += self._logprobs(logits, rows, tokens, width)
@@ -97,17 +98,27 @@ class Sampler:
             logits = logits[torch.tensor(list(masks), device=logits.device)]
         if any(_changes_logits(row.choice) for row in chosen):
             logits = self._adjusted(logits, chosen, list(masks.values()))
-        params = [row.choice.request.params for row in chosen]
-        device = logits.device
+        positions = torch.tensor([row.position for row in chosen], dtype=torch.int64)
         return self._ops.sample(
-            logits,
-            torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-            torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
-            torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-            torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-            torch.tensor([row.choice.seed for row in chosen], dtype=torch.int64, device=device),
-            torch.tensor([row.position for row in chosen], dtype=torch.int64, device=device),
+            logits, *self._settings_of(chosen, logits.device), positions.to(logits.device)
         )
+
+    def _settings_of(self, rows: Sequence[LogitRow], device: torch.device) -> tuple[Tensor, ...]:
+        """Return temperature, top-k, top-p, min-p and seed of the rows, made anew on a change."""
+        wanted = tuple(
+            (p.temperature, p.top_k, p.top_p, p.min_p, row.choice.seed)
+            for row in rows
+            for p in (row.choice.request.params,)
+        )
+        kept, tensors = self._settings
+        if kept != wanted:
+            formats = (torch.float32, torch.int64, torch.float32, torch.float32, torch.int64)
+            tensors = tuple(
+                torch.tensor(column, dtype=dtype, device=device)
+                for column, dtype in zip(zip(*wanted, strict=True), formats, strict=True)
+            )
+            self._settings = wanted, tensors
+        return tensors
 
     def _adjusted(
         self, logits: Tensor, rows: Sequence[LogitRow], masks: Sequence[np.ndarray | None]
@@ -213,7 +224,7 @@ def _allowed(choice: Choice, vocab_size: int) -> np.ndarray | None:
 
 
 def _unpack(row: LogitRow, values: Sequence[float], width: int) -> Drawn:
-    is_finite = bool(values[1])
+    is_finite = isfinite(values[1]) and isfinite(values[2])
     token = int(values[0]) if row.draws and is_finite else None
     top = _num_top(row)
     if top is None or not is_finite:
@@ -221,6 +232,6 @@ def _unpack(row: LogitRow, values: Sequence[float], width: int) -> Drawn:
     wanted = token if row.target is None else row.target
     if wanted is None:
         raise AssertionError("a log-probability is wanted of no token")
-    count = (len(values) - 3) // 2
-    best = [(int(values[3 + i]), values[3 + count + i]) for i in range(min(top, count))]
-    return Drawn(is_finite, token, TokenLogprob(wanted, values[2], tuple(best)))
+    count = (len(values) - 4) // 2
+    best = [(int(values[4 + i]), values[4 + count + i]) for i in range(min(top, count))]
+    return Drawn(is_finite, token, TokenLogprob(wanted, values[3], tuple(best)))
