@@ -123,12 +123,13 @@ class LLM:
         """Answer a whole request body of `endpoint`, chat or completions."""
         return await self._cross(self._whole(endpoint, body))
 
-    def save_session(self, name: str) -> int:
+    def save_session(self, name: str, *, as_name: str | None = None) -> int:
         """Save the cached state of a session's last turn and return its tokens.
 
-        The file lies in `serve.sessions_dir`. Raises RequestError, CapacityError or TransferError.
+        The file lies in `serve.sessions_dir`, under `as_name` if given. Raises RequestError,
+        CapacityError or TransferError.
         """
-        return self._wait(self._sessions.save(name)).tokens
+        return self._wait(self._sessions.save(name, as_name)).tokens
 
     def load_session(self, name: str) -> int:
         """Load a session's file into the prefix cache and return its tokens.
@@ -144,6 +145,11 @@ class LLM:
         if sessions is None:
             raise RequestError("sessions are off", wanted="the setting serve.sessions_dir")
         return sessions
+
+    @property
+    def is_alive(self) -> bool:
+        """Tell whether the engine takes requests; one that has stopped needs a new `LLM`."""
+        return self._service is not None and self._service.engine.is_alive
 
     @property
     def plan(self) -> tuple[str, ...]:

@@ -163,15 +163,19 @@ class Sessions:
             _bound(self._looked_up, name)
             return done
 
-    async def save(self, name: str) -> SessionDone:
-        """Save a session's last turn. Raises RequestError, CapacityError or TransferError."""
+    async def save(self, name: str, as_name: str | None = None) -> SessionDone:
+        """Save a session's last turn, under another name if one is given.
+
+        Raises RequestError, CapacityError or TransferError.
+        """
+        target = check_name(name if as_name is None else as_name)
         async with self._disk:
             turn = self._turns.get(check_name(name))
             if turn is None:
                 raise _unknown(name, "no request of that name has ended here since the start")
             command = SaveSession(
                 job_id=token_hex(8),
-                path=str(self._path(name)),
+                path=str(self._path(target)),
                 prompt=turn.prompt,
                 answer=pack_ids(turn.answer),
                 pictures=turn.pictures,

@@ -227,7 +227,8 @@ def test_without_a_folder_there_are_no_sessions(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["%2e%2e", "../outside", "..%2Foutside", "%2e%2e%2foutside", "a%00b", ".x", "x" * 65, "a b"]
+    "name",
+    ["%2e%2e", "../outside", "..%2Foutside", "%2e%2e%2foutside", "a%00b", ".x", "x" * 65, "a b"],
 )
 def test_a_name_is_never_a_path(named: Running, name: str) -> None:
     for what in ("save", "load"):
