@@ -212,7 +212,8 @@ class LLM:
     async def _run(self, endpoint: str, body: Mapping[str, Any], session: str | None = None) -> Run:
         raw = json.dumps(body).encode()
         service = self._open
-        prepared = await service.workers.run(prepare, endpoint, raw, num_bytes=len(raw))
+        most = service.engine.info.max_model_len - 1
+        prepared = await service.workers.run(prepare, raw, endpoint, most, num_bytes=len(raw))
         if session is not None:
             check_name(session)
             await self._sessions.open(session)

@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from oxplow.errors import ConfigError, RequestError
+from oxplow.serve.slices import SlicedEncoder, too_long
 
 __all__ = ["ChatText", "TextStream", "Vocabulary", "load_text"]
 
@@ -43,7 +44,7 @@ class Vocabulary:
     """The token table: ordinary tokens through `plain`, control tokens by exact string."""
 
     full: Tokenizer
-    plain: Tokenizer
+    plain: SlicedEncoder
     control: Mapping[str, int]
     special_ids: frozenset[int]
 
@@ -52,19 +53,37 @@ class Vocabulary:
         """Number of ids, control tokens included."""
         return int(self.full.get_vocab_size(with_added_tokens=True))
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Encode outside text; control strings in it become ordinary tokens."""
-        return list(self.plain.encode(text, add_special_tokens=False).ids)
+    def encode_plain(self, text: str, most: int | None = None) -> list[int]:
+        """Encode outside text; control strings in it become ordinary tokens.
 
-    def encode_template(self, text: str) -> list[int]:
-        """Encode rendered text: control strings become their ids, marked ones stay text."""
+        Raises RequestError as soon as there must be more than `most` tokens.
+        """
+        return self.plain.encode(text, most)
+
+    def encode_template(self, text: str, most: int | None = None) -> list[int]:
+        """Encode rendered text: control strings become their ids, marked ones stay text.
+
+        Raises RequestError as soon as there must be more than `most` tokens.
+        """
         ids: list[int] = []
+        self._refuse_impossible(text, most)
         for piece in self._pieces(text):
             if piece in self.control:
                 ids.append(self.control[piece])
             elif piece:
-                ids.extend(self.encode_plain(piece.replace(_MARK, "")))
+                ids.extend(self.plain.encode(piece.replace(_MARK, ""), most, len(ids)))
+        if most is not None and len(ids) > most:
+            raise too_long(most, len(ids))
         return ids
+
+    def _refuse_impossible(self, text: str, most: int | None) -> None:
+        """Refuse text that exceeds `most` even if every token were the longest one."""
+        if most is None or not self.plain.is_byte_level:
+            return
+        longest = max([self.plain.longest_token, *map(len, self.control)])
+        length = len(text) - text.count(_MARK)
+        if length > most * longest:
+            raise too_long(most, -(-length // longest))
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what one token adds to the text; half a character gives half its bytes."""
@@ -190,9 +209,9 @@ class ChatText:
                 code="invalid_messages",
             ) from error
 
-    def encode(self, rendered: str) -> list[int]:
-        """Encode rendered prompt text."""
-        return self.vocabulary.encode_template(rendered)
+    def encode(self, rendered: str, most: int | None = None) -> list[int]:
+        """Encode rendered prompt text; raises RequestError for more than `most` tokens."""
+        return self.vocabulary.encode_template(rendered, most)
 
     def _guarded(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -230,7 +249,7 @@ def _load_vocabulary(path: Path) -> Vocabulary:
         raise ConfigError(f"the tokenizer does not load: {error}", where=path) from error
     return Vocabulary(
         full=full,
-        plain=plain,
+        plain=SlicedEncoder(plain, content),
         control={t["content"]: int(t["id"]) for t in added},
         special_ids=frozenset(int(t["id"]) for t in added if t.get("special")),
     )

@@ -63,7 +63,8 @@ async def answer(request: Request, endpoint: str, make_form: Callable[[Run], For
     service: Service = request.app.state.service
     session = _session_name(request, service)
     body = await read_body(request, service)
-    prepared = await job(service, prepare, endpoint, body)
+    most = service.engine.info.max_model_len - 1
+    prepared = await while_connected(request, job(service, prepare, body, endpoint, most))
     if session is not None and service.sessions is not None:
         await service.sessions.open(session)
     run = Run(service, prepared, request.state.request_id, session=session)
@@ -100,12 +101,10 @@ def _session_name(request: Request, service: Service) -> str | None:
         raise api_error(error) from error
 
 
-async def job(service: Service, work: Callable[..., _T], *arguments: object) -> _T:
-    """Run a job of the worker pool; the last argument is the body. Raises ApiError."""
-    body = arguments[-1]
-    num_bytes = len(body) if isinstance(body, bytes) else 0
+async def job(service: Service, work: Callable[..., _T], body: bytes, *more: object) -> _T:
+    """Run a job of the worker pool on a body. Raises ApiError."""
     try:
-        return await service.workers.run(work, *arguments, num_bytes=num_bytes)
+        return await service.workers.run(work, body, *more, num_bytes=len(body))
     except OxplowError as error:
         raise api_error(error) from error
 

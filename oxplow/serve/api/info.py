@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from oxplow.serve.api.endpoint import job, json_response, read_body
+from oxplow.serve.api.endpoint import job, json_response, read_body, while_connected
 from oxplow.serve.api.errors import ApiError
 from oxplow.serve.api.openapi import openapi_document
 from oxplow.serve.api.service import Service
@@ -33,6 +33,7 @@ __all__ = [
     "version",
 ]
 
+_MOST_TOKENS = 1 << 20
 _PAGE = Path(__file__).with_name("chat.html")
 
 
@@ -77,20 +78,28 @@ async def tokenize_text(request: Request) -> Response:
     """Return the token ids of a text or of a conversation."""
     service = _service(request)
     body = await read_body(request, service)
-    told = await job(service, tokenize, body)
+    told = await while_connected(request, job(service, tokenize, body, _most_tokens(service)))
     return json_response({**told, "max_model_len": service.engine.info.max_model_len})
 
 
 async def detokenize_ids(request: Request) -> Response:
     """Return the text of token ids."""
     service = _service(request)
-    return json_response(await job(service, detokenize, await read_body(request, service)))
+    work = job(service, detokenize, await read_body(request, service))
+    return json_response(await while_connected(request, work))
 
 
 async def count_message_tokens(request: Request) -> Response:
     """Count the prompt tokens of a `/v1/messages` body."""
     service = _service(request)
-    return json_response(await job(service, count_tokens, await read_body(request, service)))
+    body = await read_body(request, service)
+    work = job(service, count_tokens, body, _most_tokens(service))
+    return json_response(await while_connected(request, work))
+
+
+def _most_tokens(service: Service) -> int:
+    """Return how many tokens are counted at all: texts may exceed the context, not without end."""
+    return max(_MOST_TOKENS, service.engine.info.max_model_len) - 1
 
 
 async def health(request: Request) -> Response:

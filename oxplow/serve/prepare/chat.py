@@ -57,8 +57,13 @@ class ChatPreparer:
         self._text, self._files = text, files
         self._defaults, self._settings = defaults, settings
 
-    def prepare(self, body: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> Prepared:
-        """Prepare one request. Raises RequestError."""
+    def prepare(
+        self,
+        body: Mapping[str, Any],
+        extra: Mapping[str, Any] | None = None,
+        most: int | None = None,
+    ) -> Prepared:
+        """Prepare one request of at most `most` prompt tokens. Raises RequestError."""
         fields = Fields(body)
         model = check_model(fields, self._settings.names)
         conversation = normalise(body.get("messages"))
@@ -80,7 +85,7 @@ class ChatPreparer:
             # Agents send their usual budget to every model; there it is a ceiling, not a demand.
             bounds_answer=extra is None,
         )
-        ids, pictures = self.encode(prompt.text, conversation)
+        ids, pictures = self.encode(prompt.text, conversation, most)
         work = Work(
             request_id="",
             prompt=pack_ids(ids),
@@ -93,10 +98,12 @@ class ChatPreparer:
         )
         return Prepared(model=model, works=(work,), shape=shape, extra=extra or {})
 
-    def encode(self, text: str, conversation: Conversation) -> tuple[list[int], Any]:
-        """Encode a rendered prompt and put its pictures in."""
+    def encode(
+        self, text: str, conversation: Conversation, most: int | None = None
+    ) -> tuple[list[int], Any]:
+        """Encode a rendered prompt and put its pictures in; `most` counts without them."""
         return place_media(
-            self._text.encode(text),
+            self._text.encode(text, most),
             conversation.media,
             self._files,
             self._settings.media_domains,

@@ -26,6 +26,7 @@ from oxplow.serve.prepare.sampling import (
     top_alternatives,
 )
 from oxplow.serve.prepare.tools import Toolbox, answer_rule
+from oxplow.serve.slices import too_long
 from oxplow.serve.text import Vocabulary
 
 __all__ = ["CompletionPreparer"]
@@ -47,12 +48,12 @@ class CompletionPreparer:
         self._vocabulary, self._files = vocabulary, files
         self._defaults, self._settings = defaults, settings
 
-    def prepare(self, body: Mapping[str, Any]) -> Prepared:
-        """Prepare one request. Raises RequestError."""
+    def prepare(self, body: Mapping[str, Any], most: int | None = None) -> Prepared:
+        """Prepare one request whose prompts have at most `most` tokens. Raises RequestError."""
         fields = Fields(body)
         model = check_model(fields, self._settings.names)
         _refuse_unsupported(fields)
-        prompts = self.read_prompts(body.get("prompt"))
+        prompts = self.read_prompts(body.get("prompt"), most)
         params = read_sampling(fields, self._defaults, self._files.vocab_size)
         if params.max_tokens is None:
             params = replace(params, max_tokens=max(_DEFAULT_TOKENS, params.min_tokens))
@@ -66,6 +67,10 @@ class CompletionPreparer:
         )
         grammar = self._grammar(fields)
         works = tuple(self._work(fields, ids, params, grammar) for _, ids in prompts)
+        texts = (
+            self._vocabulary.decode(ids, skip_special=False) if text is None else text
+            for text, ids in (prompts if echoes else ())
+        )
         shape = AnswerShape(
             is_chat=False,
             is_stream=fields.flag("stream") or False,
@@ -73,34 +78,37 @@ class CompletionPreparer:
             stops=fields.texts("stop", MAX_STOPS),
             keeps_stop=fields.flag("include_stop_str_in_output") or False,
             num_top=num_top,
-            echoes=tuple(text for text, _ in prompts) if echoes else (),
+            echoes=tuple(texts),
             skips_special=fields.flag("skip_special_tokens") is not False,
         )
         return Prepared(model=model, works=works, shape=shape)
 
-    def read_prompts(self, prompt: Any) -> list[tuple[str, list[int]]]:
-        """Read text, ids, or a list of either, as pairs of text and ids.
+    def read_prompts(
+        self, prompt: Any, most: int | None = None
+    ) -> list[tuple[str | None, list[int]]]:
+        """Read text, ids, or a list of either, as pairs of text (None for ids) and ids.
 
         Control strings in the text become control tokens: here the caller writes the whole prompt.
         """
         if isinstance(prompt, str):
-            return [self._from_text(prompt)]
+            return [self._from_text(prompt, most)]
         if not isinstance(prompt, list) or not prompt:
             raise field_error("prompt", prompt, "text, token ids, or a list of one of them")
         if len(prompt) > _MOST_PROMPTS and not isinstance(prompt[0], int):
             raise field_error("prompt", f"{len(prompt)} prompts", f"at most {_MOST_PROMPTS}")
         if all(isinstance(item, str) for item in prompt):
-            return [self._from_text(item) for item in prompt]
+            return [self._from_text(item, most) for item in prompt]
         if all(isinstance(item, list) for item in prompt):
-            return [self._from_ids(item, f"prompt.{n}") for n, item in enumerate(prompt)]
-        return [self._from_ids(prompt, "prompt")]
+            return [self._from_ids(item, f"prompt.{n}", most) for n, item in enumerate(prompt)]
+        return [self._from_ids(prompt, "prompt", most)]
 
-    def _from_text(self, text: str) -> tuple[str, list[int]]:
-        return text, self._vocabulary.encode_template(text)
+    def _from_text(self, text: str, most: int | None) -> tuple[str, list[int]]:
+        return text, self._vocabulary.encode_template(text, most)
 
-    def _from_ids(self, ids: Any, name: str) -> tuple[str, list[int]]:
-        checked = token_ids(ids, name, self._files.vocab_size)
-        return self._vocabulary.decode(checked, skip_special=False), checked
+    def _from_ids(self, ids: Any, name: str, most: int | None) -> tuple[None, list[int]]:
+        if isinstance(ids, list) and most is not None and len(ids) > most:
+            raise too_long(most, len(ids))
+        return None, token_ids(ids, name, self._files.vocab_size)
 
     def _work(
         self,

@@ -49,33 +49,41 @@ def warm_up(settings: PrepareSettings) -> bool:
     return True
 
 
-def prepare(settings: PrepareSettings, endpoint: str, body: bytes) -> Prepared:
-    """Prepare a request of `endpoint`: chat, completions, responses or messages."""
+def prepare(
+    settings: PrepareSettings, body: bytes, endpoint: str, most: int | None = None
+) -> Prepared:
+    """Prepare a request of `endpoint`: chat, completions, responses or messages.
+
+    Raises RequestError early where the prompt has more than `most` tokens.
+    """
     kitchen = _kitchen(settings)
     values = parse_object(body)
     match endpoint:
         case "completions":
-            return kitchen.completions.prepare(values)
+            return kitchen.completions.prepare(values, most)
         case "responses":
             chat, extra = responses_to_chat(values)
-            return kitchen.chat.prepare(chat, extra)
+            return kitchen.chat.prepare(chat, extra, most)
         case "messages":
             chat, extra = messages_to_chat(values)
-            return kitchen.chat.prepare(chat, extra)
-    return kitchen.chat.prepare(values)
+            return kitchen.chat.prepare(chat, extra, most)
+    return kitchen.chat.prepare(values, most=most)
 
 
-def tokenize(settings: PrepareSettings, body: bytes) -> dict[str, Any]:
-    """Return the token ids of `prompt`, or of `messages` through the chat template."""
+def tokenize(settings: PrepareSettings, body: bytes, most: int | None = None) -> dict[str, Any]:
+    """Return the token ids of `prompt`, or of `messages` through the chat template.
+
+    Raises RequestError early for more than `most`; here and in `count_tokens`.
+    """
     kitchen = _kitchen(settings)
     values = parse_object(body)
     if values.get("messages") is not None:
-        ids = _chat_ids(kitchen, values)
+        ids = _chat_ids(kitchen, values, most)
     else:
         prompt = values.get("prompt")
         if not isinstance(prompt, str):
             raise field_error("prompt", prompt, "text, or messages in its place")
-        ids = kitchen.text.vocabulary.encode_template(prompt)
+        ids = kitchen.text.vocabulary.encode_template(prompt, most)
     answer: dict[str, Any] = {"count": len(ids), "tokens": ids}
     if Fields(values).flag("return_token_strs"):
         vocabulary = kitchen.text.vocabulary
@@ -91,15 +99,15 @@ def detokenize(settings: PrepareSettings, body: bytes) -> dict[str, Any]:
     return {"prompt": kitchen.text.vocabulary.decode(ids, skip_special=False)}
 
 
-def count_tokens(settings: PrepareSettings, body: bytes) -> dict[str, Any]:
+def count_tokens(settings: PrepareSettings, body: bytes, most: int | None = None) -> dict[str, Any]:
     """Count the prompt tokens of a `/v1/messages` body."""
     chat, _ = messages_to_chat(parse_object(body), needs_budget=False)
-    return {"input_tokens": len(_chat_ids(_kitchen(settings), chat))}
+    return {"input_tokens": len(_chat_ids(_kitchen(settings), chat, most))}
 
 
-def _chat_ids(kitchen: _Kitchen, values: Mapping[str, Any]) -> list[int]:
+def _chat_ids(kitchen: _Kitchen, values: Mapping[str, Any], most: int | None) -> list[int]:
     fields = Fields(values)
     conversation = normalise(values["messages"])
     prompt = kitchen.chat.prompt(fields, conversation, read_tools(fields))
-    ids, _ = kitchen.chat.encode(prompt.text, conversation)
+    ids, _ = kitchen.chat.encode(prompt.text, conversation, most)
     return ids
