@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Make .venv from the project's files and say what is being done. The second run is instant: a stamp
-# holds the checksum of what the environment was made from.
+# Make .venv from the project's files: a line for each stage, all else in .venv/setup.log, whose end
+# is shown where a stage fails. The second run is instant: a stamp holds the checksum of what the
+# environment was made from.
 #
 #   PYTHON=python3.12 tools/setup.sh     use this interpreter
 #   TORCH=2.12.0      tools/setup.sh     use this release of torch (2.11 <= release < 2.15)
@@ -15,6 +16,7 @@ cpu_index=https://download.pytorch.org/whl/cpu
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$@" >&2; exit 1; }
+fail_with_log() { tail -n 15 "$log" >&2; fail "$1; the whole log is $log"; }
 now() { { cat pyproject.toml tools/setup.sh; pwd; printf '%s\n' "$torch"; } | cksum; }
 
 if [ -x "$venv/bin/oxplow" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(now)" ]; then
@@ -50,18 +52,18 @@ fi
 rm -f "$stamp"
 : >"$log"
 
-# Shows one line per package; all of pip's own output goes to the log.
+# All of pip's output goes to the log; a terminal sees the current package, in one line that goes.
+shows=0
+[ -t 1 ] && shows=1
 pip() {
-    local started=$SECONDS
-    if "$venv/bin/python" -m pip --disable-pip-version-check install --progress-bar off "$@" 2>&1 |
+    "$venv/bin/python" -m pip --disable-pip-version-check install --progress-bar off "$@" 2>&1 |
         tee -a "$log" |
-        awk '/^ *(Collecting|Building|Installing|Successfully|ERROR)/ {
-                 line = $0; sub(/^ +/, "", line); print "setup:   " substr(line, 1, 100); fflush() }'
-    then
-        say "  ... $((SECONDS - started)) s"
-    else
-        return 1
-    fi
+        awk -v shows="$shows" '
+            shows && /^ *(Collecting|Building|Installing)/ {
+                line = $0; sub(/^ +/, "", line)
+                printf "\r\033[K  %s", substr(line, 1, 70); fflush()
+            }
+            END { if (shows) printf "\r\033[K" }'
 }
 
 # --- 3. torch --------------------------------------------------------------------------------
@@ -80,7 +82,7 @@ if "$venv/bin/python" -c "$in_range" >/dev/null 2>&1 && [ -z "${TORCH:-}" ]; the
     say "[3/4] torch in the environment is in range: kept"
 elif [ "$found" = cuda ]; then
     say "[3/4] torch $torch for the CUDA device that was seen (about 3 GB)"
-    pip "torch==$torch" || fail "torch could not be installed; see $log"
+    pip "torch==$torch" || fail_with_log "torch could not be installed"
 else
     [ "$found" = none ] || say "[3/4] a $found device was seen: its torch comes from its vendor;" \
         "install that in $venv first, setup keeps it. The CPU build follows."
@@ -88,23 +90,19 @@ else
     # First what this site keeps on disk (pip's find-links), then the CPU index, then the default
     # index, whose Linux wheels bring CUDA along: larger, and just as correct on a CPU.
     if [ "$(uname -s)" != Linux ]; then
-        pip "torch==$torch" || fail "torch could not be installed; see $log"
+        pip "torch==$torch" || fail_with_log "torch could not be installed"
     elif pip --no-index --no-deps "torch==$torch" >/dev/null 2>&1; then
-        say "  taken from the wheels that this machine keeps"
-    elif say "  asking the CPU index" &&
-        pip --no-deps --retries 0 --timeout 20 --index-url "$cpu_index" "torch==$torch"; then
+        : # from the wheels that this machine keeps
+    elif pip --no-deps --retries 0 --timeout 20 --index-url "$cpu_index" "torch==$torch"; then
         :
     else
         say "  the CPU index did not answer; taking the default build (several GB, a few minutes)"
-        pip "torch==$torch" || fail "torch could not be installed; see $log"
+        pip "torch==$torch" || fail_with_log "torch could not be installed"
     fi
 fi
 
 # --- 4. the project and its tools ------------------------------------------------------------
 say "[4/4] oxplow, its libraries, and the tools for tests and lint"
-pip --editable '.[test,dev]' || {
-    tail -n 15 "$log" >&2
-    fail "the libraries could not be installed; the whole log is $log"
-}
+pip --editable '.[test,dev]' || fail_with_log "the libraries could not be installed"
 now >"$stamp"
 say "done: $venv/bin/oxplow, in $SECONDS s"

@@ -65,6 +65,10 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("scripted")
 def test_generate_prints_the_text_alone(model_dir: Path) -> None:
     args = ["generate", "abc", "--model", str(model_dir), "--max-tokens", "2"]
-    assert CliRunner().invoke(cli.app, args).stdout == "ab\n"
+    cut = CliRunner().invoke(cli.app, args)
+    assert (cut.stdout, cut.stderr) == ("ab\n", "(--max-tokens 2 cut the answer)\n")
+    args = ["generate", "abc</think>d", "--chat", "--model", str(model_dir), "--max-tokens", "2"]
+    cut = CliRunner().invoke(cli.app, args)
+    assert (cut.stdout, "cut the thinking" in cut.stderr) == ("\n", True)
     args = ["generate", "-", "--chat", "--model", str(model_dir)]
     assert CliRunner().invoke(cli.app, args, input="</think>hi").stdout == "hi\n"

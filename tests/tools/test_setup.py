@@ -108,6 +108,14 @@ def test_second_run_does_nothing_until_the_project_changes(fitted: Path) -> None
     assert len(calls(fitted)) > first
 
 
+def test_each_stage_is_one_line_and_the_rest_is_in_the_log(fitted: Path) -> None:
+    done = setup(fitted)
+    stages = [line.split("]")[0] for line in done.stdout.splitlines()]
+    assert stages[:4] == [f"setup: [{n}/4" for n in (1, 2, 3, 4)]
+    assert len(stages) == 5 and stages[4].startswith("setup: done: ")
+    assert (fitted / ".venv/setup.log").read_text().count("Collecting x") == len(calls(fitted)) == 2
+
+
 def test_moved_checkout_is_set_up_again(fitted: Path) -> None:
     setup(fitted)
     moved = fitted.rename(fitted.with_name("moved"))
@@ -148,9 +156,10 @@ def test_cuda_device_leads_to_the_default_build(fitted: Path) -> None:
 def test_failed_install_leaves_no_stamp(fitted: Path) -> None:
     program(
         fitted / ".venv/bin/python",
-        FITTING.replace("*'pip '*)", "*--editable*) exit 1 ;;\n  *'pip '*)"),
+        FITTING.replace("*'pip '*)", "*--editable*) echo 'ERROR: no x'; exit 1 ;;\n  *'pip '*)"),
     )
     done = setup(fitted, TORCH_IN_RANGE="0")
     assert done.returncode == 1
+    assert "ERROR: no x" in done.stderr
     assert "the whole log is .venv/setup.log" in done.stderr
     assert not (fitted / ".venv/.setup-stamp").exists()

@@ -126,7 +126,9 @@ async def metrics(request: Request) -> Response:
 
 async def openapi(request: Request) -> Response:
     """Return the description of this API."""
-    return json_response(openapi_document(_service(request).prepare.names))
+    service = _service(request)
+    names, vocab_size = service.prepare.names, service.engine.info.vocab_size
+    return json_response(openapi_document(names, vocab_size))
 
 
 async def version(request: Request) -> Response:

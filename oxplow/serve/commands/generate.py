@@ -17,8 +17,10 @@ __all__ = ["register"]
 
 _TEXT = Annotated[str, typer.Argument(help="The text; - reads standard input.")]
 _CHAT = Annotated[bool, typer.Option("--chat", help="Answer it as a message, not continue it.")]
-_TOKENS = Annotated[int, typer.Option("--max-tokens", help="Longest answer in tokens.")]
-_TEMPERATURE = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+_TOKENS = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer in tokens.")]
+_TEMPERATURE = Annotated[
+    float | None, typer.Option("--temperature", help="0 is greedy; the model's own if none.")
+]
 _SEED = Annotated[int | None, typer.Option("--seed", help="Fixes the draw.")]
 
 
@@ -28,7 +30,7 @@ def register(app: typer.Typer) -> None:
         parameter("text", _TEXT),
         parameter("is_chat", _CHAT, False),
         parameter("max_tokens", _TOKENS, 128),
-        parameter("temperature", _TEMPERATURE, 1.0),
+        parameter("temperature", _TEMPERATURE, None),
         parameter("seed", _SEED, None),
         parameter("as_json", AsJson, False),
     )
@@ -44,10 +46,14 @@ def _generate(
     is_chat: bool,
     as_json: bool,
     max_tokens: int,
-    temperature: float,
+    temperature: float | None,
     seed: int | None,
 ) -> None:
-    """Continue a text, or answer a message, without a server."""
+    """Continue a text, or answer a message, without a server.
+
+    Standard output gets the text alone, without the model's thinking; --json has all of it. Where
+    the longest answer ended it, standard error says so.
+    """
     from oxplow.serve.llm import open_llm
 
     text = sys.stdin.read() if text == "-" else text
@@ -59,4 +65,7 @@ def _generate(
         else:
             answer = llm.complete(text, **fields)
             shown = answer["choices"][0]["text"]
+    if answer["choices"][0]["finish_reason"] == "length":
+        where = "the answer" if shown or not is_chat else "the thinking, before an answer"
+        sys.stderr.write(f"(--max-tokens {max_tokens} cut {where})\n")
     sys.stdout.write((json.dumps(answer) if as_json else shown) + "\n")

@@ -127,10 +127,11 @@ class Fields:
 
 
 def token_ids(value: Any, name: str, vocab_size: int) -> list[int]:
-    """Check a list of token ids."""
+    """Check a list of token ids; 3.0 counts as one, as JSON Schema says."""
     if not isinstance(value, list):
         raise field_error(name, value, "a list of token ids")
-    for item in value:
+    ids = [int(i) if isinstance(i, float) and i.is_integer() else i for i in value]
+    for item in ids:
         if type(item) is not int or not 0 <= item < vocab_size:
             raise field_error(name, item, f"token ids from 0 to {vocab_size - 1}")
-    return value
+    return ids
