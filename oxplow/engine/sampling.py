@@ -20,6 +20,9 @@ from oxplow.engine.batch import LogitRow
 from oxplow.engine.request import Choice
 from oxplow.ops.table import OpTable
 
+_LIMIT = 1e30  # of penalised logits; divided by the coldest temperature still finite
+_COLDEST = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -106,7 +109,7 @@ class Sampler:
     def _settings_of(self, rows: Sequence[LogitRow], device: torch.device) -> tuple[Tensor, ...]:
         """Return temperature, top-k, top-p, min-p and seed of the rows, made anew on a change."""
         wanted = tuple(
-            (p.temperature, p.top_k, p.top_p, p.min_p, row.choice.seed)
+            (_heat(p.temperature), p.top_k, p.top_p, p.min_p, row.choice.seed)
             for row in rows
             for p in (row.choice.request.params,)
         )
@@ -152,6 +155,7 @@ class Sampler:
             row.copy_(torch.where(past.seen, pushed, row))
         row -= params.frequency_penalty * past.produced
         row -= params.presence_penalty * (past.produced > 0)
+        row.clamp_(-_LIMIT, _LIMIT)  # a penalty next to 0 or far from it must not make infinities
 
     def _counted(self, choice: Choice, row: Tensor) -> _Past:
         """Bring the choice's statistics up to date; they are rebuilt where the text was cut."""
@@ -192,6 +196,11 @@ class Sampler:
         return columns
 
 
+def _heat(temperature: float) -> float:
+    """Return the temperature; what is colder than float32 can divide by draws as greedy does."""
+    return temperature if temperature >= _COLDEST else 0.0
+
+
 def _num_top(row: LogitRow) -> int | None:
     """How many alternatives the row reports; None where no log-probability is wanted."""
     params = row.choice.request.params
@@ -226,6 +235,8 @@ def _allowed(choice: Choice, vocab_size: int) -> np.ndarray | None:
 def _unpack(row: LogitRow, values: Sequence[float], width: int) -> Drawn:
     is_finite = isfinite(values[1]) and isfinite(values[2])
     token = int(values[0]) if row.draws and is_finite else None
+    if token is not None and token < 0:
+        return Drawn(is_finite, None, None, is_stuck=True)
     top = _num_top(row)
     if top is None or not is_finite:
         return Drawn(is_finite, token, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from oxplow.engine.options import MemoryOptions
 from oxplow.engine.request import (
     FinishReason,
     Request,
+    RequestStatus,
     SamplingParams,
     TokenMask,
     choice_seed,
@@ -188,6 +190,47 @@ def test_cuts_to_one_token_are_greedy(
 
 def sampled(seed: int | None = 7, **more: object) -> SamplingParams:
     return free_run(temperature=1.5, seed=seed, **more)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-38])
+def test_a_temperature_next_to_nothing_is_greedy(
+    make: Make, greedy: list[int], temperature: float
+) -> None:
+    assert answer(ask(make(), PROMPT, free_run(temperature=temperature, seed=3)), "a") == greedy
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-40, 1e300])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_no_penalty_makes_a_token_that_is_none(
+    make: Make, greedy: list[int], penalty: float, temperature: float
+) -> None:
+    core = make()
+    params = free_run(
+        repetition_penalty=penalty, temperature=temperature, seed=3, logprobs=2, frequency_penalty=2
+    )
+    core.add(Request(request_id="bad", prompt_ids=PROMPT, params=params))
+    core.add(Request(request_id="good", prompt_ids=PROMPT, params=free_run()))
+    events = drain(core)
+    tokens = answer(events, "bad")
+    assert len(tokens) == 12 and min(tokens) >= 0
+    assert answer(events, "good") == greedy
+
+
+def test_a_draw_without_a_token_fails_its_request_only(make: Make, greedy: list[int]) -> None:
+    core = make()
+    core.add(Request(request_id="bad", prompt_ids=PROMPT, params=free_run(seed=7, temperature=1)))
+    core.add(Request(request_id="good", prompt_ids=PROMPT, params=free_run()))
+    sample = core.runner.sampler._ops.sample
+
+    def lose(*given: Tensor) -> Tensor:
+        tokens = sample(*given)
+        return tokens.masked_fill(given[1] > 0, -1)  # the row that is drawn, not the greedy one
+
+    object.__setattr__(core.runner.sampler, "_ops", SimpleNamespace(sample=lose))
+    events = drain(core)
+    assert end_of(events, "bad").status is RequestStatus.FAILED
+    assert answer(events, "good") == greedy
+    assert_all_free(core)
 
 
 def test_a_seed_fixes_the_answer_alone_and_in_company(make: Make) -> None:
