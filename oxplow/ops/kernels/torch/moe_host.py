@@ -20,7 +20,7 @@ from oxplow.ops.kernels.torch.host import on_host
 from oxplow.ops.kernels.torch.moe import experts, router
 from oxplow.ops.table import Facts, Kernel, Support
 
-_FEW_SCORES = 128  # scores that are ranked in plain numbers
+_FEW_SCORES = 64  # scores that are ranked in plain numbers: 4 rows of 16
 _COPIED = 1 << 20
 """Weights copied side by side at most: 4 MiB. Larger experts gain nothing from the copy."""
 
