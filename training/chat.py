@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-CONTEXT, CORPUS, THINK, ANSWER, PICTURE = 0.0, 1.0, 2.0, 3.0, 6.0
+CONTEXT, CORPUS, THINK, ANSWER, PICTURE = 0.0, 1.0, 2.0, 5.0, 6.0
 Effort = Literal["Low", "High", "Max"]
 JsonValue = str | int | float | bool | list[str] | list[int]
 Segment = tuple[str | list[int], float]

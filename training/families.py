@@ -11,6 +11,7 @@ import re
 from collections import Counter
 
 from oxplow.feedback.exam import families as exam
+from training import dev
 from training.lists import words
 
 HELD_OUT: frozenset[str] = frozenset(
@@ -240,9 +241,9 @@ WORD = re.compile(r"(?<![A-Za-z0-9_.])[A-Za-z][a-z]{2,11}(?![A-Za-z0-9_])")
 
 
 def training_words(text: str, least: int = 2) -> list[str]:
-    """Return the lower-case words that stand at least `least` times in a text, without the
-    examination's.
+    """Return the lower-case words that stand at least `least` times in a text, without those of the
+    examination and of `dev`.
     """
     counts = Counter(word.lower() for word in WORD.findall(text))
     allowed = {word for word, count in counts.items() if count >= least}
-    return sorted(allowed - exam.WORDS - EXAM_PHRASE_WORDS)
+    return sorted(allowed - exam.WORDS - EXAM_PHRASE_WORDS - dev.WORDS)

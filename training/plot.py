@@ -1,7 +1,8 @@
 """Draws the loss and skill curves of `docs/nano.md` from the saved logs.
 
-Owns two pictures. Logs and evaluations lie in `training/results`, one pair a run, in order; a run
-that started again from a checkpoint counts its tokens from 0, so offsets are added here.
+Owns two pictures. Logs lie in `training/results`, one a run, in order, some with an evaluation
+beside them; a run that started again from a checkpoint counts its tokens from 0, so offsets are
+added here.
 
     python -m training.plot --results training/results --out docs
 """
@@ -23,23 +24,35 @@ SKILLS = {
     "tool calls": "tool_call_sparse",
     "JSON": "json_sparse",
     "pictures": "picture",
+    "dev needle 1K": "dev_needle_1024_sparse",
+    "dev needle 8K": "dev_needle_8192_sparse",
+    "dev tool calls": "dev_tools_sparse",
 }
 Row = dict[str, float]
 
 
 def load_runs(folder: Path) -> tuple[list[list[Row]], list[tuple[float, dict[str, object]]]]:
     """Return the runs' rows, tokens counted over all runs, and (tokens, evaluation) at each end."""
-    runs, ends, done = [], [], 0.0
+    runs, ends, offset, last = [], [], 0.0, 0.0
     for log in sorted(folder.glob("log_*.json")):
         rows: list[Row] = json.loads(log.read_text())
-        offset = done if rows[0]["tokens"] < done else 0.0
+        offset += last if rows[0]["tokens"] < last else 0.0
+        last = rows[-1]["tokens"]
         for row in rows:
             row["tokens"] += offset
-        done = rows[-1]["tokens"]
         runs.append(rows)
-        evaluation = json.loads((folder / log.name.replace("log", "evaluation")).read_text())
-        ends.append((done / 1e6, evaluation))
+        evaluation = folder / log.name.replace("log", "evaluation")
+        if evaluation.exists():
+            ends.append(((last + offset) / 1e6, json.loads(evaluation.read_text())))
     return runs, ends
+
+
+def points_of(
+    ends: list[tuple[float, dict[str, object]]], key: str, value: str
+) -> tuple[list[float], list[float]]:
+    """Return where a figure was read and what it was; not every evaluation has every figure."""
+    found = [(x, e[key]["all"] if key == "picture" else e[key]) for x, e in ends if key in e]
+    return [x for x, _ in found], [figure[value] for _, figure in found]
 
 
 def mark_stages(axes: plt.Axes, runs: list[list[Row]]) -> None:
@@ -76,8 +89,8 @@ def draw_losses(
     left.set(xlabel="M tokens", ylabel="nats a token", ylim=(0, 6))
     left.legend()
     for kind in ("code", "prose"):
-        points = [(x, e[f"held_out_{kind}_sparse"]["bits_per_byte"]) for x, e in ends]
-        right.plot(*zip(*points, strict=True), marker="o", label=f"held-out {kind}")
+        points = points_of(ends, f"held_out_{kind}_sparse", "bits_per_byte")
+        right.plot(*points, marker="o", label=f"held-out {kind}")
     right.set(xlabel="M tokens", ylabel="bits a byte")
     right.legend()
     figure.tight_layout()
@@ -107,8 +120,7 @@ def draw_skills(
     left.set(xlabel="M tokens", ylabel="token accuracy, training phrasings", ylim=(0, 1))
     left.legend(loc="lower right")
     for label, key in SKILLS.items():
-        values = [e[key]["all"] if key == "picture" else e[key] for _, e in ends]
-        right.plot([x for x, _ in ends], [v["exact"] for v in values], marker="o", label=label)
+        right.plot(*points_of(ends, key, "exact"), marker="o", label=label)
     right.set(xlabel="M tokens", ylabel="examination, exact", ylim=(0, 1))
     right.legend(fontsize=8)
     figure.tight_layout()

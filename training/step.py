@@ -88,10 +88,7 @@ class TrainingStep:
             (self.places, batch.places),
         ):
             buffer.copy_(torch.from_numpy(array), non_blocking=True)
-        low = min(64, self.length // 2)
-        self.positions.copy_(
-            torch.sort(torch.randint(low, self.length, (SAMPLED_POSITIONS,))).values
-        )
+        self.positions.copy_(self.sample_positions())
         self.balance.copy_(self.optimiser.factor * BIAS_STEP)
         self.calls += 1
         if self.graph is not None:
@@ -100,6 +97,15 @@ class TrainingStep:
         if not self.on_gpu:
             return self.compute()
         return self._warm_up()
+
+    def sample_positions(self) -> Tensor:
+        """Return sorted positions for the indexer's alignment: half of them from the last eighth of
+        the rows, where the questions of recall rows stand.
+        """
+        half = SAMPLED_POSITIONS // 2
+        low, late = min(64, self.length // 2), self.length - self.length // 8
+        anywhere = torch.randint(low, self.length, (half,))
+        return torch.cat([anywhere, torch.randint(late, self.length, (half,))]).sort().values
 
     def _warm_up(self) -> Tensor:
         side = torch.cuda.Stream()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import math
 import multiprocessing as mp
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from training.corpus import SPECIAL_TOKENS, VOCAB_SIZE
+from training.dev import examine
 from training.evaluate import Judge, evaluate, round_to_stored
 from training.export import write_weights
 from training.families import PICTURE_SEED, training_words
@@ -57,6 +59,7 @@ class Stage:
     mix: Mix
 
 
+SECOND_MIX = Mix(0.2, 0.45, 0.35, 0.5, 40)
 CURRICULUM: tuple[Stage, ...] = (
     Stage(length=256, seconds=45, mix=Mix(0.1, 0, 0.9, 0.85, 448)),
     Stage(length=1024, seconds=90, mix=Mix(0.3, 0.35, 0.35, 0.6, 96)),
@@ -67,6 +70,14 @@ CURRICULUM: tuple[Stage, ...] = (
     Stage(
         length=8192, seconds=130, sparse=True, rate=(1.0, 0.02), mix=Mix(0.42, 0.3, 0.28, 0.5, 96)
     ),
+    # The second training, from the weights of the first.
+    Stage(length=1024, seconds=100, mix=SECOND_MIX),
+    Stage(length=2048, seconds=260, mix=SECOND_MIX),
+    Stage(length=4096, seconds=140, rate=(1.0, 0.85), mix=SECOND_MIX),
+    Stage(length=2048, seconds=150, rate=(0.85, 0.65), mix=SECOND_MIX),
+    Stage(length=4096, seconds=150, rate=(0.65, 0.45), mix=SECOND_MIX),
+    Stage(length=8192, seconds=200, rate=(0.45, 0.2), mix=SECOND_MIX),
+    Stage(length=8192, seconds=240, sparse=True, rate=(0.2, 0.02), mix=SECOND_MIX),
 )
 
 
@@ -139,8 +150,9 @@ class Feed:
 class Log:
     """Collects metrics, prints one line every LOG_EVERY steps, and stops a run that goes wrong."""
 
-    def __init__(self, path: Path, seen: int) -> None:
+    def __init__(self, path: Path, seen: int, worst: float) -> None:
         self.path, self.seen, self.rows, self.start = path, seen, [], time.time()
+        self.worst = worst
         self.pending: list[torch.Tensor] = []
 
     def add(self, values: torch.Tensor, stage: Stage, step: int) -> None:
@@ -174,7 +186,7 @@ class Log:
             flush=True,
         )
         self.pending, self.start = [], time.time()
-        if not named["corpus"] < 9.5 or (self.seen > 30e6 and named["corpus"] > 6.5):
+        if not named["corpus"] < self.worst or (self.seen > 30e6 and named["corpus"] > 6.5):
             raise SystemExit(f"the run goes wrong: {named}")
 
 
@@ -199,11 +211,19 @@ def save_state(path: Path, model: Nano, optimiser: Optimiser, progress: Progress
 
 
 def run_stage(
-    index: int, stage: Stage, feed: Feed, step: TrainingStep, log: Log, progress: Progress
+    index: int,
+    stage: Stage,
+    feed: Feed,
+    step: TrainingStep,
+    log: Log,
+    progress: Progress,
+    stop: float,
 ) -> None:
-    """Train one stage until its time is over; capture and compilation do not count."""
+    """Train one stage until its time, or the run's at `stop`, is over; capture and compilation do
+    not count for the stage.
+    """
     begin = None
-    while begin is None or time.time() - begin < stage.seconds:
+    while begin is None or time.time() < min(stop, begin + stage.seconds):
         batch = feed.next(index)
         share = 0.0 if begin is None else (time.time() - begin) / stage.seconds
         factor = stage.rate[0] + (stage.rate[1] - stage.rate[0]) * share
@@ -232,7 +252,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--workers", type=int, default=13)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--evaluate", choices=("no", "quick", "full"), default="no")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="seconds after which no step is begun"
+    )
+    parser.add_argument("--worst", type=float, default=9.5, help="stop at a corpus loss over this")
+    parser.add_argument("--evaluate", choices=("no", "dev", "quick", "full"), default="no")
     parser.add_argument(
         "--export", action="store_true", help="write the weights in the released layout to --out"
     )
@@ -262,6 +286,7 @@ def main() -> None:
     args = parse_arguments()
     from tokenizers import Tokenizer
 
+    stop = time.time() + args.limit
     torch.manual_seed(args.seed)
     stages = chosen_stages(args.stages, args.cpu)
     names, atlas = build_atlas()
@@ -288,14 +313,14 @@ def main() -> None:
     )
     renderer, log = (
         Renderer(atlas, device),
-        Log(args.out / f"log_{args.seed}.json", progress.tokens),
+        Log(args.out / f"log_{args.seed}.json", progress.tokens, args.worst),
     )
     for index, stage in enumerate(stages):
         rows = stage.tokens // stage.length
         step = TrainingStep(
             model, optimiser, renderer, rows, stage.length, stage.mix.slots, stage.sparse
         )
-        run_stage(index, stage, feed, step, log, progress)
+        run_stage(index, stage, feed, step, log, progress, stop)
         del step
         if args.save:
             save_state(args.save, model, optimiser, progress)
@@ -303,10 +328,10 @@ def main() -> None:
             write_weights(args.out, model.state_dict(), shape)
     feed.stop()
     if args.evaluate != "no":
-        report(args, model)
+        report(args, model, tokens)
 
 
-def report(args: argparse.Namespace, model: Nano) -> None:
+def report(args: argparse.Namespace, model: Nano, tokens: np.ndarray) -> None:
     """Evaluate the rounded weights, print and write the figures."""
     from tokenizers import Tokenizer
 
@@ -317,8 +342,11 @@ def report(args: argparse.Namespace, model: Nano) -> None:
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
         tokenizer.token_to_id,
     )
-    quick = args.evaluate == "quick"
-    figures = evaluate(judge, QUICK_STACKS if quick else FULL_STACKS, quick)
+    if args.evaluate == "dev":
+        figures = examine(judge, tokens)
+    else:
+        quick = args.evaluate == "quick"
+        figures = evaluate(judge, QUICK_STACKS if quick else FULL_STACKS, quick)
     (args.out / f"evaluation_{args.seed}.json").write_text(json.dumps(figures, indent=1))
     for name, value in figures.items():
         print(name, value, flush=True)

@@ -17,9 +17,11 @@ from oxplow.feedback.exam import families as exam
 from oxplow.feedback.exam import read_held_out
 from oxplow.feedback.exam.needle import draw_secret
 from oxplow.feedback.exam.values import draw_value
-from training import corpus
+from training import corpus, dev
 from training import families as training
-from training.generators.phrases import connector, random_fact, wish
+from training.generators.facts import random_phrasing
+from training.generators.names import name_parts, tool_name
+from training.generators.phrases import connector, wish
 from training.generators.source import Source
 
 _ENGLISH = frozenset(
@@ -103,7 +105,7 @@ def made_up() -> Source:
 
 def test_no_made_up_phrasing_is_a_template_of_the_exam() -> None:
     source = made_up()
-    facts = [random_fact(source, "KEY", "VALUE") for _ in range(5000)]
+    facts = [random_phrasing(source, "KEY").fill("", "", "VALUE") for _ in range(5000)]
     drawn = {bare(re.sub(r"KEY|VALUE", " ", part)) for fact in facts for part in fact}
     drawn |= {bare(connector(source, several=True)) for _ in range(2000)}
     drawn |= {bare(wish(source, "{task}", "{arguments}")) for _ in range(2000)}
@@ -116,6 +118,27 @@ def test_no_tool_name_can_be_drawn_in_training() -> None:
     held_out = {parts_of(tool.name) for tool in exam.TOOLS}
     assert len(held_out) == len(exam.TOOLS)
     assert held_out & drawn == set()
+
+
+def test_no_made_up_tool_name_has_the_words_of_the_exam_s() -> None:
+    source = made_up()
+    held_out = {frozenset(parts_of(tool.name)) for tool in exam.TOOLS}
+    pairs = [tuple(parts) for parts in held_out] + [("heat", "stove")]
+    drawn = [name_parts(tool_name(source, pair[0], pair[-1])) for pair in pairs for _ in range(300)]
+    assert any({"heat", "stove"} <= name for name in drawn)
+    assert not any(parts <= name for parts in held_out for name in drawn)
+
+
+def test_the_small_examination_shares_nothing_with_the_large_one() -> None:
+    templates_of_dev = templates(dev.FACTS, dev.WISHES)
+    assert templates_of_dev & EXAM_TEMPLATES == set()
+    assert set() == dev.WORDS & exam.WORDS
+    names = {parts_of(name) for name, _, _ in dev.TOOLS}
+    assert names & {parts_of(tool.name) for tool in exam.TOOLS} == set()
+    fields = {field for _, _, told in dev.TOOLS for field, _ in told}
+    assert (
+        fields & {f.name for form in (*exam.TOOLS, *exam.JSON_FORMS) for f in form.fields} == set()
+    )
 
 
 def test_no_schema_or_field_stands_in_both_halves() -> None:

@@ -9,12 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from oxplow.feedback.exam import families as exam
 from training.chat import ANSWER, CONTEXT, segments_of
 from training.corpus import Seen, html_to_text, is_plain, mix_to_share
 from training.families import training_words
-from training.generators.mix import Mix, Mixer
+from training.generators.facts import FIRST, SECOND, VALUE, draw_facts, random_phrasing
+from training.generators.mix import LONG_ROW, Mix, Mixer
+from training.generators.names import tool_name
 from training.generators.recall import recall_row
-from training.generators.tools import json_conversation, tool_conversation
+from training.generators.source import Pieces, Source
+from training.generators.talk import strip_turn
+from training.generators.tools import draw_tools, json_conversation, tool_conversation
 from training.render import SHAPE_NAMES
 from training.vision import MAX_BLOCKS
 
@@ -39,6 +44,77 @@ def test_recall_rows_fill_their_length(mixer: Mixer, length: int) -> None:
             if weight == ANSWER:
                 answer = mixer.tokenizer.decode(ids, skip_special_tokens=True)
                 assert answer in text
+
+
+def test_long_recall_rows_may_be_several_short_ones(mixer: Mixer) -> None:
+    starts = set()
+    for _ in range(12):
+        row = mixer.recall(LONG_ROW + 2)
+        ids = [i for part, _ in row for i in part]
+        assert len(ids) == LONG_ROW + 2
+        starts.add(ids.count(mixer.tokenizer.token_to_id("[gMASK]")))
+    assert 1 in starts
+    assert len(starts) > 1
+
+
+def test_a_phrasing_has_its_places_once_and_a_question_about_the_key(mixer: Mixer) -> None:
+    for _ in range(2000):
+        phrasing = random_phrasing(mixer.source)
+        assert phrasing.statement.count(VALUE) == 1
+        for place in (FIRST, SECOND):
+            assert phrasing.statement.count(place) == 1
+            assert phrasing.question.count(place) == 1
+        assert VALUE not in phrasing.question
+        text = " ".join(phrasing.fill("oak", "tub", "v7"))
+        assert not set(text) & {FIRST, SECOND, VALUE}
+
+
+def test_facts_of_a_haystack_are_easily_mistaken_but_told_apart_by_key(mixer: Mixer) -> None:
+    shared_words, shared_phrasings = 0, 0
+    for _ in range(50):
+        facts = draw_facts(mixer.source, 12)
+        assert len({fact.key for fact in facts}) == 12
+        for fact in facts:
+            assert fact.value in fact.statement
+            assert fact.value
+        words = [set(fact.key.split()) for fact in facts]
+        shared_words += any(a & b for i, a in enumerate(words) for b in words[:i])
+        bare = {
+            " ".join(w for w in fact.statement.replace(fact.value, "").split() if w not in key)
+            for fact, key in zip(facts, words, strict=True)
+        }
+        shared_phrasings += len(bare) < 12
+    assert shared_words > 40
+    assert shared_phrasings > 25
+
+
+def test_tool_names_come_in_many_shapes(mixer: Mixer) -> None:
+    names = [tool_name(mixer.source, "heat", "stove") for _ in range(600)]
+    for mark in ("_", ".", "-", "__", "::"):
+        assert any(mark in name for name in names), mark
+    assert any(name[1:] != name[1:].lower() for name in names)
+    assert any(name.isdigit() or name[-1].isdigit() for name in names)
+    both = [n.lower() for n in names if "heat" in n.lower() and "stove" in n.lower()]
+    first = sum(name.index("heat") < name.index("stove") for name in both)
+    assert 0.35 < first / len(both) < 0.65
+    tools = draw_tools(mixer.source, 5)
+    assert len(tools) == len({tool.task for tool in tools.values()}) == 5
+
+
+def test_words_to_be_rewritten_stand_in_the_question(mixer: Mixer) -> None:
+    for _ in range(500):
+        ask, answer, _ = strip_turn(mixer.source)
+        letters = "".join(filter(str.isalnum, ask))
+        assert answer
+        assert all(c in letters for c in answer if c.isalnum())
+
+
+def test_no_word_of_the_examination_is_made_of_pieces(mixer: Mixer) -> None:
+    assert len(mixer.source.pieces.heads) > 1000 < len(mixer.source.pieces.tails)
+    bad = Source(random.Random(0), [], np.zeros(0, np.uint16), Pieces(["vel"], ["vet"]))
+    made = {bad.pieced() for _ in range(200)}
+    assert "vel" in made
+    assert not made & exam.WORDS
 
 
 def test_a_row_without_room_is_refused(mixer: Mixer) -> None:

@@ -15,11 +15,13 @@ import numpy as np
 from training.chat import CORPUS, Conversation, Segment, segments_of
 from training.generators.pictures import Drawn, picture_conversation
 from training.generators.recall import recall_row
-from training.generators.source import Source
+from training.generators.source import Source, word_pieces
 from training.generators.talk import continue_conversation, talk_conversation
 from training.generators.tools import json_conversation, tool_conversation
 from training.render import FIELDS
 from training.vision import MAX_BLOCKS
+
+LONG_ROW = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,8 @@ class Mixer:
         self.tokenizer = Tokenizer.from_file(tokenizer_file)
         self.image_token = self.tokenizer.token_to_id("<|image|>")
         self.atlas_names = atlas_names
-        self.source = Source(random.Random(seed), words, tokens)
+        pieces = word_pieces(self.tokenizer.get_vocab())
+        self.source = Source(random.Random(seed), words, tokens, pieces)
 
     def encode(self, text: str) -> list[int]:
         """Tokenise without additions."""
@@ -115,7 +118,18 @@ class Mixer:
         if may_show and rng.random() < picture_share:
             return picture_conversation(self.source, self.atlas_names, self.image_token)
         kinds = (tool_conversation, json_conversation, talk_conversation, continue_conversation)
-        return rng.choices(kinds, (42, 26, 24, 8))[0](self.source), None
+        return rng.choices(kinds, (40, 15, 39, 6))[0](self.source), None
+
+    def recall(self, length: int) -> list[tuple[list[int], float]]:
+        """Return a recall row; half of the long ones are several short ones, so that a stage of
+        long contexts does not forget short ones.
+        """
+        rng = self.source.rng
+        parts = rng.choice((2, 4, 8)) if length > LONG_ROW and rng.random() < 0.5 else 1
+        sizes = [length // parts] * (parts - 1)
+        sizes.append(length - sum(sizes))
+        rows = [recall_row(self.source, size, self.encode) for size in sizes]
+        return [segment for row in rows for segment in self.encode_all(row)]
 
     def task_row(self, length: int, mix: Mix, drawn: list[Drawn]) -> list[tuple[list[int], float]]:
         """Pack conversations one after another; pictures are appended to `drawn`."""
@@ -150,7 +164,7 @@ class Mixer:
             if kind == "corpus":
                 segments = [(self.source.corpus(length + 2), CORPUS)]
             elif kind == "recall":
-                segments = self.encode_all(recall_row(self.source, length + 2, self.encode))
+                segments = self.recall(length + 2)
             else:
                 segments = self.task_row(length, mix, drawn)
             fill_row(batch, index, segments)

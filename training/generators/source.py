@@ -7,25 +7,48 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from oxplow.feedback.exam.families import WORDS as EXAM_WORDS
 from training.chat import JsonValue
 from training.lists import words
 
 ONSETS = words("b br c ch d dr f fl g gr h j k l m n p pr qu r s sh st t tr v w z")
 VOWELS = words("a e i o u ai ea oo ou ia")
 CODAS = ["", "", "l", "n", "r", "s", "t", "x", "nd", "rk", "st"]
+SECRET_KINDS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Lower-case pieces of the vocabulary: those that follow a blank (without it), and others."""
+
+    heads: list[str]
+    tails: list[str]
+
+
+def word_pieces(vocabulary: Iterable[str], blank: str = "\u0120") -> Pieces:
+    """Return the vocabulary's pieces that words can be made of."""
+    heads: list[str] = []
+    tails: list[str] = []
+    for piece in sorted(vocabulary):
+        bare = piece.removeprefix(blank)
+        if bare.isascii() and bare.isalpha() and bare.islower() and len(bare) <= 8:
+            (tails if bare == piece else heads).append(bare)
+    return Pieces(heads, tails)
 
 
 @dataclass(slots=True)
 class Source:
-    """Random stream, allowed words and corpus tokens of one worker."""
+    """Random stream, allowed words, corpus tokens and word pieces of one worker."""
 
     rng: random.Random
     words: list[str]
     tokens: np.ndarray
+    pieces: Pieces = field(default_factory=lambda: Pieces([], []))
 
     def corpus(self, count: int) -> list[int]:
         """Return a stretch of corpus tokens."""
@@ -38,18 +61,40 @@ class Source:
         parts = [pick(ONSETS) + pick(VOWELS) + pick(CODAS) for _ in range(pick((2, 2, 3)))]
         return "".join(parts)
 
-    def word(self) -> str:
-        """Return a word: mostly from the vocabulary, else invented."""
-        return self.pseudo() if self.rng.random() < 0.35 else self.rng.choice(self.words)
+    def pieced(self) -> str:
+        """Return a word of random pieces: a word is spelt with other pieces after a blank, and
+        every piece must have been met.
+        """
+        pick = self.rng.choice
+        tails = [pick(self.pieces.tails) for _ in range(pick((0, 1, 1, 1, 2)))]
+        made = pick(self.pieces.heads) + "".join(tails)
+        return made if len(made) <= 14 and made not in EXAM_WORDS else self.pseudo()
 
-    def secret(self) -> str:
-        """Return a value that nothing foretells."""
+    def word(self) -> str:
+        """Return a word: from the corpus, of pieces, or invented."""
+        draw = self.rng.random()
+        if draw < 0.22 and self.pieces.heads:
+            return self.pieced()
+        return self.pseudo() if draw < 0.45 else self.rng.choice(self.words)
+
+    def digits(self, least: int, most: int) -> str:
+        """Return a number's digits; a third have few different ones, which are easily lost in
+        copying.
+        """
         rng = self.rng
-        kind = rng.randrange(9)
+        count = rng.randint(least, most)
+        few = rng.sample("123456789", 1) + rng.sample("0123456789", rng.choice((1, 2)))
+        some = few if rng.random() < 0.33 else "0123456789"
+        return rng.choice("123456789") + "".join(rng.choice(some) for _ in range(count - 1))
+
+    def secret(self, kind: int | None = None) -> str:
+        """Return a value that nothing foretells, of a kind below SECRET_KINDS or any."""
+        rng = self.rng
+        kind = rng.randrange(SECRET_KINDS) if kind is None else kind
         if kind == 0:
-            return str(rng.randint(100, 9_999))
+            return self.digits(3, 6)
         if kind == 1:
-            return str(rng.randint(10_000, 99_999_999))
+            return self.digits(5, 8)
         if kind == 2:
             return f"{rng.getrandbits(rng.choice((16, 24, 28, 32))):x}"
         if kind == 3:

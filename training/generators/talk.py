@@ -115,25 +115,42 @@ def word_turn(source: Source) -> tuple[str, str, str]:
     return ask.format(text), answer, reasoning
 
 
+MARKS = ("/", "+", "|", ";", ":", "=", "#", "~", "\n", "\n- ", "\t", ",", "_", "-", ".", "&")
+QUOTES = ("'", '"', "`", "(", "[", "<", "*", "")
+
+
 def strip_turn(source: Source) -> tuple[str, str, str]:
-    """Return many words to be written without the blank before them: the pieces of a word differ
-    after a blank.
+    """Return words to be written after other characters than before: the pieces of a word differ
+    after a blank, a quote, a mark and a line break.
     """
     rng = source.rng
-    words = [source.word() for _ in range(rng.randint(4, 14))]
+    words = [source.word() for _ in range(rng.randint(3, 14))]
     words = [word.title() if rng.random() < 0.1 else word for word in words]
+    mark, quote = rng.choice(MARKS), rng.choice(QUOTES)
+    close = {"(": ")", "[": "]", "<": ">"}.get(quote, quote)
     text = " ".join(words)
+    marked = mark.join(words)
+    quoted = " ".join(f"{quote}{word}{close}" for word in words)
+    listed = json.dumps(words)
+    which = rng.randrange(len(words))
     tasks = (
-        ("Write as a JSON list: {}", json.dumps(words), "A list of strings."),
-        ("Make a JSON array of {}", json.dumps(words), "A list of strings."),
-        ("One word per line: {}", "\n".join(words), "Line by line."),
-        ("Split into lines: {}", "\n".join(words), "Line by line."),
-        ("Join with slashes: {}", "/".join(words), "Slashes."),
-        ("Write without blanks: {}", "".join(words), "No blanks."),
-        ("Join with plus signs: {}", "+".join(words), "Plus signs."),
+        ("Write as a JSON list: {}", text, listed),
+        ("Make a JSON array of {}", marked, listed),
+        ("One word per line: {}", text, "\n".join(words)),
+        ("Split into lines: {}", marked, "\n".join(words)),
+        ("Write without blanks: {}", text, "".join(words)),
+        (f"Join with {mark!r}: {{}}", text, marked),
+        (f"Join with {mark!r}: {{}}", quoted, marked),
+        (f"Write like {quote}this{close}: {{}}", text, quoted),
+        ("With blanks: {}", marked, text),
+        ("With blanks: {}", listed, text),
+        ("Without the quotes: {}", quoted, text),
+        (f"Only word {which + 1} of: {{}}", text, words[which]),
+        (f"Which word follows {words[which - 1]}? {{}}", text, words[which]),
+        (f"Which word follows {words[which - 1]!r}? {{}}", listed, words[which]),
     )
-    ask, answer, reasoning = rng.choice(tasks)
-    return ask.format(text), answer, reasoning
+    ask, given, answer = rng.choice(tasks[:-2] if which == 0 else tasks)
+    return ask.replace("{}", given), answer, "Write the words."
 
 
 def talk_conversation(source: Source) -> Conversation:

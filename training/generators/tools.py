@@ -7,14 +7,15 @@ schema.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 from oxplow.feedback.exam import families as exam
 from training.chat import Call, Conversation, JsonValue, Turn
 from training.families import ARGUMENTS, FIELDS, JSON_WISHES, TOOL_OBJECTS, TOOL_VERBS, TOOL_WISHES
+from training.generators.names import tool_name
 from training.generators.phrases import connector, wish
 from training.generators.source import Source, schema_type, spell
 
-EXAM_NAMES = frozenset(form.name for form in exam.TOOLS)
 EXAM_FIELDS = frozenset(
     field.name for form in exam.TOOLS + exam.JSON_FORMS for field in form.fields
 )
@@ -27,6 +28,16 @@ PLACES = (
     "on {}",
     "with the {}",
     "at the {}",
+)
+
+
+DESCRIPTIONS = (
+    "use this to {}",
+    "tool to {}",
+    "{} when asked",
+    "helps to {} at once",
+    "will {} and report",
+    "{} (slow)",
 )
 
 
@@ -64,23 +75,53 @@ def draw_fields(
     return values, schema
 
 
-def draw_tool(source: Source) -> tuple[dict[str, object], str, str, dict[str, JsonValue]]:
-    """Draw a tool: its OpenAI form, its name, the task in words, values for its arguments."""
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One tool: its OpenAI form, its name, the task in words, values for its arguments."""
+
+    form: dict[str, object]
+    name: str
+    task: str
+    values: dict[str, JsonValue]
+
+
+def draw_tool(source: Source, verbs: list[str], things: list[str]) -> Tool:
+    """Draw a tool that does one of the verbs to one of the things."""
     rng = source.rng
-    known = rng.random() < 0.5
-    verb = rng.choice(TOOL_VERBS) if known else source.word()
-    thing = rng.choice(TOOL_OBJECTS) if known else source.word()
+    verb, thing = rng.choice(verbs), rng.choice(things)
     article = rng.choice(("the", "the", "a", "some", "my"))
     extra = " " + rng.choice(PLACES).format(source.word()) if rng.random() < 0.4 else ""
     task = f"{verb.replace('_', ' ')} {article} {thing}{extra}"
-    joined = rng.choice(("_", "_", ".", ""))
-    name = verb + joined + (thing if joined else thing.title())
-    if name in EXAM_NAMES:
-        return draw_tool(source)
+    name = tool_name(source, verb, thing)
     values, schema = draw_fields(source, 1, 4)
-    description = task.capitalize() + rng.choice((".", ".", ""))
+    told = task if rng.random() < 0.8 else rng.choice(DESCRIPTIONS).format(task)
+    description = told.capitalize() + rng.choice((".", ".", ""))
     function = {"name": name, "description": description, "parameters": schema}
-    return {"type": "function", "function": function}, name, task, values
+    return Tool({"type": "function", "function": function}, name, task, values)
+
+
+def draw_tools(source: Source, count: int) -> dict[str, Tool]:
+    """Draw `count` tools by name; often they share verbs or things, so that one word of the task is
+    not enough.
+    """
+    rng = source.rng
+    verbs, things = (
+        [
+            rng.choice(known) if rng.random() < 0.5 else source.word()
+            for _ in range(rng.choice((1, 2, count, count, count)))
+        ]
+        for known in (TOOL_VERBS, TOOL_OBJECTS)
+    )
+    tools: dict[str, Tool] = {}
+    tasks: set[str] = set()
+    while len(tools) < count:
+        tool = draw_tool(source, verbs, things)
+        if tool.task in tasks or tool.name in tools:
+            verbs.append(source.word())
+            continue
+        tasks.add(tool.task)
+        tools[tool.name] = tool
+    return tools
 
 
 def list_arguments(source: Source, values: dict[str, JsonValue]) -> str:
@@ -97,22 +138,20 @@ def list_arguments(source: Source, values: dict[str, JsonValue]) -> str:
     return rng.choice((", ", ", ", "; ")).join(words)
 
 
-def write_wish(source: Source, name: str, task: str, values: dict[str, JsonValue]) -> str:
+def write_wish(source: Source, tool: Tool) -> str:
     """Phrase what the user wants of one tool."""
+    task, arguments = tool.task, list_arguments(source, tool.values)
     if source.rng.random() < 0.6:
-        return wish(source, task, list_arguments(source, values))
-    names = {"task": task, "Task": task[0].upper() + task[1:], "name": name}
-    return source.rng.choice(TOOL_WISHES).format(arguments=list_arguments(source, values), **names)
+        return wish(source, task, arguments)
+    names = {"task": task, "Task": task[0].upper() + task[1:], "name": tool.name}
+    return source.rng.choice(TOOL_WISHES).format(arguments=arguments, **names)
 
 
 def tool_conversation(source: Source) -> Conversation:
     """Offer one to four tools, have one or two called, answer from the responses."""
     rng = source.rng
-    tools: dict[str, tuple[dict[str, object], str, dict[str, JsonValue]]] = {}
-    for _ in range(rng.randint(1, 4)):
-        form, name, task, values = draw_tool(source)
-        tools[name] = (form, task, values)
-    forms = tuple(form for form, _, _ in tools.values())
+    tools = draw_tools(source, rng.choice((1, 2, 2, 3, 3, 4, 4, 5)))
+    forms = tuple(tool.form for tool in tools.values())
     if rng.random() < 0.08:
         turn = Turn(
             "Hello!",
@@ -121,8 +160,8 @@ def tool_conversation(source: Source) -> Conversation:
         )
         return Conversation((turn,), tools=forms)
     names = rng.sample(list(tools), 2 if len(tools) > 1 and rng.random() < 0.12 else 1)
-    wanted = " Then: ".join(write_wish(source, n, tools[n][1], tools[n][2]) for n in names)
-    calls = tuple(Call(n, tools[n][2]) for n in names)
+    wanted = " Then: ".join(write_wish(source, tools[n]) for n in names)
+    calls = tuple(Call(n, tools[n].values) for n in names)
     responses, told = [], []
     for _ in names:
         result = {field_name(source): source.argument()[0] for _ in range(rng.randint(1, 2))}
