@@ -6,6 +6,7 @@ Invariant: configs are frozen; nothing is patched after loading, `resolve` retur
 """
 
 from oxplow.config.load import LoadedConfig, Setting, load_config
+from oxplow.config.places import cache_home, compute_variables
 from oxplow.config.records import (
     CacheConfig,
     ComputeConfig,
@@ -36,6 +37,8 @@ __all__ = [
     "ServeConfig",
     "Setting",
     "TraceConfig",
+    "cache_home",
+    "compute_variables",
     "load_config",
     "resolve",
 ]
