@@ -11,7 +11,7 @@ from torch import Tensor
 from oxplow.contracts.hyper import MHC_COLLAPSE, mhc_collapse_reference
 from oxplow.contracts.laws import UNIT_ROUNDOFF
 from oxplow.feedback.gate import cast_args
-from oxplow.ops.kernels.torch import hyper
+from oxplow.ops.kernels.torch import hyper, hyper_host
 
 BALANCERS = (hyper._balance, hyper._balance_invariant)
 
@@ -68,6 +68,27 @@ def test_in_float32_it_stays_as_close_as_the_stepwise_form(balance, m) -> None:
     steps = (2 * m["iterations"] - 1) * m["streams"]
     allowed = 8 * ((stepwise - want).abs() / want).max() + steps * UNIT_ROUNDOFF[torch.float32]
     assert ((got - want).abs() / want).max() <= allowed
+
+
+@given(m=matrices)
+@settings(max_examples=60, deadline=None)
+def test_plain_numbers_scale_four_by_four_stepwise(m) -> None:
+    A = _drawn(m | {"streams": 4})
+    want = _normalised(A, m["eps"], m["iterations"]).flatten(1)
+    rows = [hyper_host.balance_four(a, m["eps"], m["iterations"]) for a in A.flatten(1).tolist()]
+    got = torch.tensor(rows, dtype=torch.float64)
+    assert ((got - want).abs() / want).max() < 1e6 * UNIT_ROUNDOFF[torch.float64]
+
+
+@pytest.mark.parametrize(
+    ("change", "value"), [("base", -800.0), ("streams", 0.0), ("streams", float("nan"))]
+)
+def test_numbers_that_python_refuses_go_the_general_way(change: str, value: float) -> None:
+    args = MHC_COLLAPSE.case("one_token_odd_width").build(torch.Generator().manual_seed(6))
+    args |= {change: torch.full_like(args[change], value), "norm_eps": 0.0}
+    told = zip(hyper_host.mhc_collapse_host(**args), hyper.mhc_collapse(**args), strict=True)
+    for got, want in told:
+        torch.testing.assert_close(got, want, equal_nan=True)
 
 
 def test_twenty_iterations_balance_rows_and_columns() -> None:

@@ -80,15 +80,16 @@ def _coefficients(
     """Return pre, post and mix of one token in a row; `square` is the mean square plus its eps."""
     slope = square**-0.5
     first, second, third = (slope * s for s in scale)
-    pre = [1 / (1 + exp(-(first * raw[i] + base[i]))) + eps for i in range(4)]
-    post = [2 / (1 + exp(-(second * raw[i] + base[i]))) for i in range(4, 8)]
+    pre = [1 / (1 + exp(-(first * r + b))) + eps for r, b in zip(raw[:4], base[:4], strict=True)]
+    post = [2 / (1 + exp(-(second * r + b))) for r, b in zip(raw[4:8], base[4:8], strict=True)]
+    logits = [third * r + b for r, b in zip(raw[8:], base[8:], strict=True)]
     matrix: list[float] = []
-    for i in range(8, 24, 4):
-        logits = [third * raw[j] + base[j] for j in range(i, i + 4)]
-        peak = max(logits)
-        parts = [exp(z - peak) for z in logits]
-        total = sum(parts)
-        matrix += [part / total + eps for part in parts]
+    for i in (0, 4, 8, 12):
+        s, t, u, v = logits[i : i + 4]
+        peak = max(s, t, u, v)
+        s, t, u, v = exp(s - peak), exp(t - peak), exp(u - peak), exp(v - peak)
+        share = 1 / (s + t + u + v)
+        matrix += (s * share + eps, t * share + eps, u * share + eps, v * share + eps)
     return pre + post + balance_four(matrix, eps, iterations)
 
 

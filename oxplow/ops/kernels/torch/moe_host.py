@@ -8,7 +8,7 @@ Invariant: weights of experts that nobody picked are never read.
 from __future__ import annotations
 
 from functools import partial
-from math import exp
+from math import exp, isfinite
 
 import numpy as np
 import torch
@@ -39,9 +39,12 @@ def router_host(
     offsets = bias.tolist()
     ids, shares = [], []
     for row in logits.tolist():
-        if not all(-700 < z < 700 for z in row):
+        try:
+            scores = [1 / (1 + exp(-z)) for z in row]
+        except OverflowError:  # a score under 1e-308
             return general()
-        scores = [1 / (1 + exp(-z)) for z in row]
+        if not isfinite(sum(scores)):
+            return general()
         biased = [s + b for s, b in zip(scores, offsets, strict=True)]
         picked = sorted(range(E), key=biased.__getitem__, reverse=True)[:top_k]  # a stable order
         factor = scaling
