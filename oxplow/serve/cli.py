@@ -19,6 +19,7 @@ from oxplow.errors import OxplowError
 from oxplow.serve.commands import (
     batch,
     bench,
+    calibrate,
     chat,
     config,
     doctor,
@@ -44,7 +45,9 @@ app = typer.Typer(
 )
 
 # The order of `oxplow --help`.
-for command in (serve, chat, generate, batch, sessions, explain, bench, evaluate, config, doctor):
+for command in (
+    serve, chat, generate, batch, sessions, explain, bench, calibrate, evaluate, config, doctor,
+):  # fmt: skip
     command.register(app)
 
 
