@@ -5,6 +5,7 @@ It must not know torch, a model or a device: the caller fills `Facts` in.
 Invariant: configs are frozen; nothing is patched after loading, `resolve` returns a new object.
 """
 
+from oxplow.config.engine import MemoryConfig, ScheduleConfig
 from oxplow.config.load import LoadedConfig, Setting, load_config
 from oxplow.config.places import cache_home, compute_variables
 from oxplow.config.records import (
@@ -32,8 +33,10 @@ __all__ = [
     "LoadedConfig",
     "LogConfig",
     "LogLevel",
+    "MemoryConfig",
     "ResolvedConfig",
     "RuntimeConfig",
+    "ScheduleConfig",
     "ServeConfig",
     "Setting",
     "TraceConfig",

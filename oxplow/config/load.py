@@ -13,10 +13,12 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from math import isfinite
 from pathlib import Path
 from types import NoneType
 from typing import get_args, get_type_hints
 
+from oxplow.config.engine import MemoryConfig, ScheduleConfig
 from oxplow.config.records import (
     CacheConfig,
     ComputeConfig,
@@ -60,6 +62,8 @@ _SECTIONS: tuple[tuple[str, type], ...] = (
     ("trace", TraceConfig),
     ("serve", ServeConfig),
     ("limits", LimitsConfig),
+    ("schedule", ScheduleConfig),
+    ("memory", MemoryConfig),
 )
 _KERNELS_DOC = "the kernel that must serve this op"
 
@@ -193,6 +197,8 @@ def _build(given: Mapping[str, tuple[object, str]]) -> LoadedConfig:
 
 
 _WHOLE = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_WANTED: Mapping[object, str] = {bool: "true or false", int: "a whole number", float: "a number"}
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True}
 _FALSEHOOD = {"0": False, "false": False, "no": False, "off": False}
 
@@ -211,9 +217,14 @@ def _coerce(key: str, raw: object, origin: str, hint: object) -> object:
             return int(raw)
         if isinstance(raw, int) and not isinstance(raw, bool):
             return raw
+    elif hint is float:
+        if isinstance(raw, str) and _NUMBER.fullmatch(raw.strip()):
+            return float(raw)
+        if isinstance(raw, int | float) and not isinstance(raw, bool) and isfinite(raw):
+            return float(raw)
     elif isinstance(raw, str):
         return raw
-    wanted = "true or false" if hint is bool else "a whole number" if hint is int else "text"
+    wanted = _WANTED.get(hint, "text")
     raise ConfigError(
         f"setting {key} has the wrong type", got=repr(raw), wanted=wanted, where=origin
     )

@@ -9,6 +9,7 @@ is left undecided.
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from oxplow.config.engine import MemoryConfig, ScheduleConfig
 from oxplow.config.serving import LimitsConfig, ServeConfig
 from oxplow.errors import ConfigError
 
@@ -137,6 +138,8 @@ class RuntimeConfig:
     trace: TraceConfig = field(default_factory=TraceConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     kernels: tuple[KernelPreference, ...] = ()
 
     def preferred_kernels(self) -> dict[str, str]:

@@ -73,6 +73,12 @@ class LimitsConfig:
     max_waiting: int = field(
         default=1024, metadata={"doc": "answers that may queue; more get 429 with Retry-After"}
     )
+    max_waiting_tokens: int = field(
+        default=1 << 24, metadata={"doc": "prompt tokens that may queue; more get 429"}
+    )
+    queue_timeout_s: float | None = field(
+        default=None, metadata={"doc": "seconds in the queue that fail a request; unset: no limit"}
+    )
     max_body_mib: int = field(default=64, metadata={"doc": "largest request body in MiB"})
     body_timeout_s: int = field(
         default=60, metadata={"doc": "seconds that a body may pause while it arrives"}
@@ -86,9 +92,12 @@ class LimitsConfig:
 
     def __post_init__(self) -> None:
         """Check ranges; raises ConfigError."""
-        for name in ("max_running", "max_waiting", "max_body_mib", "body_timeout_s"):
+        counts = ("max_running", "max_waiting", "max_waiting_tokens", "max_body_mib")
+        for name in (*counts, "body_timeout_s"):
             if getattr(self, name) < 1:
                 raise _bad(f"limits.{name}", getattr(self, name), "1 or more")
+        if self.queue_timeout_s is not None and not self.queue_timeout_s > 0:
+            raise _bad("limits.queue_timeout_s", self.queue_timeout_s, "over 0")
         if self.keep_alive_s < 1:
             raise _bad("limits.keep_alive_s", self.keep_alive_s, "1 or more")
         if self.grace_s < 0:

@@ -175,10 +175,16 @@ def _part_error(args: Mapping[str, Any], stored: bool) -> Tensor:
 
 
 def _part_case(
-    g: torch.Generator, grid: tuple[int, int], rows: slice, heads: int = 2, **shape: Any
+    g: torch.Generator,
+    grid: tuple[int, int],
+    rows: slice,
+    heads: int = 2,
+    head_dim: int = 8,
+    size: float = 1.0,
+    corner: int = 0,
 ) -> Args:
     """Queries `rows` of one image of `grid` (height, width) patches."""
-    args = _attention_case(g, (grid,), heads, **shape)
+    args = _attention_case(g, (grid,), heads, head_dim, size, corner)
     del args["cu_seqlens"]
     theta = args.pop("theta")
     coords = args.pop("coords")

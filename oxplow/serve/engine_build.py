@@ -22,7 +22,6 @@ from oxplow.config import ResolvedConfig, load_config, resolve
 from oxplow.engine.core import EngineCore
 from oxplow.engine.events import ChoiceEnd, Event, PromptDone, TokenOut
 from oxplow.engine.llm import model_revision
-from oxplow.engine.options import EngineOptions
 from oxplow.engine.request import FinishReason, Picture, Request, RequestStatus
 from oxplow.engine.runner import trunk_components
 from oxplow.engine.sampling import TokenLogprob
@@ -42,7 +41,7 @@ from oxplow.serve.engine_port import (
     Work,
     unpack_ids,
 )
-from oxplow.serve.engine_settings import EngineSettings
+from oxplow.serve.engine_settings import EngineSettings, engine_options
 from oxplow.serve.kernel_choice import chosen_kernels
 from oxplow.serve.loading import told_progress
 from oxplow.serve.machine import available_memory_bytes, devices_that_answer, physical_cores
@@ -79,7 +78,7 @@ def build_core(settings: EngineSettings) -> Core:
         model,
         ops,
         plan_cache(components, model.block_size, budget),
-        EngineOptions(max_waiting=settings.max_waiting),
+        engine_options(runtime, settings.max_waiting),
         revision=model_revision(directory),
         ring=EventRing(runtime.trace.capacity_events),
     )
