@@ -9,6 +9,7 @@ until its holder had its turn.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 
 class PrefillBudget:
@@ -29,13 +30,19 @@ class PrefillBudget:
         """Stop keeping back the floor of the candidate whose turn it is."""
         self._floors[is_short] -= floor
 
-    def grant(self, wanted: int, floor: int, *, is_short: bool) -> int:
-        """Return how many of `wanted` tokens the candidate may take, at least its floor."""
+    def grant(self, wanted: int, floor: int, *, is_short: bool, weight: float = 1.0) -> int:
+        """Return how many of `wanted` tokens the candidate may take, at least its floor.
+
+        Each of its tokens costs `weight` tokens of the budget.
+        """
+        costs = ceil(wanted * weight)
         of_kind = self._of_kind[is_short] - self._floors[is_short]
         of_all = self.left - self._floors[True] - self._floors[False]
-        return max(0, min(wanted, floor, self.left), min(wanted, of_kind, of_all))
+        units = max(0, min(costs, floor, self.left), min(costs, of_kind, of_all))
+        return min(wanted, max(int(units / weight), min(units, 1)))
 
-    def spend(self, tokens: int, *, is_short: bool) -> None:
+    def spend(self, tokens: int, *, is_short: bool, weight: float = 1.0) -> None:
         """Book tokens that were really scheduled."""
-        self.left -= tokens
-        self._of_kind[is_short] -= tokens
+        cost = ceil(tokens * weight)
+        self.left -= cost
+        self._of_kind[is_short] -= cost

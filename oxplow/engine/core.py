@@ -201,17 +201,15 @@ class EngineCore:
 
     def predicted_wait_s(self) -> float:
         """Return how long a request that came now would wait for the prompts before it."""
-        tokens = sum(c.pending_tokens for c in self.scheduler.waiting)
-        tokens += sum(c.pending_tokens for c in self.scheduler.running if not c.is_decoding)
-        return tokens * self.pacer.model.prefill_token_seconds
+        return self.scheduler.pending_prefill_s()
 
     def predicted_step_s(self) -> float:
         """Return how long the next step should take."""
         decodes = sum(c.is_decoding for c in self.scheduler.running)
         waits = bool(self.scheduler.waiting) or decodes < len(self.scheduler.running)
         prefill = self.pacer.budget(decodes) if waits else 0
-        encoding = self.pacer.target_s or 0.0 if self.encoder.num_open else 0.0
-        return self.pacer.model.predict(decodes, prefill) + encoding
+        planned = self.pacer.target_s if self.encoder.num_open else None
+        return self.pacer.model.predict(decodes, prefill) + (planned or 0.0)
 
     def stats(self) -> EngineStats:
         """Return the gauges and counters of this moment."""
@@ -235,7 +233,7 @@ class EngineCore:
         self.ring.end(span)
         self.counters.steps += 1
         self.counters.prefill_tokens += prefill
-        self.pacer.observe(decodes, prefill, self._clock() - began)
+        self.pacer.observe(decodes, prefill, self._clock() - began, plan.prefill_pairs)
 
     def _advance(self, row: Scheduled, drawn: list[Drawn]) -> None:
         """Book a good row: tokens in the caches, content findable, a token out."""

@@ -1,39 +1,44 @@
 """How many prefill tokens fit into a step of the wished length.
 
-Owns an online linear model of step seconds. Knows no request and no clock: it is told what a step
-held and how long it took. Invariant: the budget is between one block and the configured most, and
-it at most doubles from one step to the next, so that a wrong early guess cannot make one huge
-step.
+Owns an online model of step seconds, in which a prompt token costs more the more context it reads.
+Knows no request and no clock: it is told what a step held and how long it took. Invariant: the
+budget is between a few tokens and the configured most, and its predicted time at most doubles from
+one step to the next, so that a wrong early guess cannot make one huge step.
 """
 
 from __future__ import annotations
 
-_FORGET = 0.97  # weight of the past per observation: costs drift with context length
+_FORGET = 0.97  # weight of the past per observation: costs drift with load
 _INERTIA = 1e-3  # pull towards the last answer: a number of rows that nobody tries keeps its cost
+_CONTEXT = 1e4  # tokens; scales the context's cost to the size of a token's own
+_LEAST = 16  # prefill tokens of a step, however slow: fewer would be all overhead
 
 
 class StepModel:
-    """seconds = fixed + decode cost * rows + prefill cost * tokens, learnt online.
+    """seconds = fixed + decode cost * rows + sum over tokens of (token cost + context cost * T).
 
-    Fixed and decode cost come from steps without prefill only, and the prefill cost from what is
-    left of the others. One joint fit would blame prefill for a change of the decode cost that
-    happened while nobody prefilled.
+    T is the context that a prefill token reads. Fixed and decode cost come from steps without
+    prefill only, and the other two from what is left of the others. One joint fit would blame
+    prefill for a change of the decode cost that happened while nobody prefilled.
     """
 
     def __init__(self) -> None:
         self._fixed = self._decode = 0.0
         self._rows = self._rows_squared = self._count = 0.0
         self._seconds = self._rows_seconds = 0.0
-        self._prefill_tokens = self._prefill_seconds = 0.0
+        self._token = self._context = 0.0
+        self._moments = (0.0, 0.0, 0.0)  # of tokens and scaled pairs
+        self._products = (0.0, 0.0)  # with the seconds
         self.num_observations = 0
 
-    def observe(self, decode_rows: int, prefill_tokens: int, seconds: float) -> None:
-        """Learn from one step."""
+    def observe(
+        self, decode_rows: int, prefill_tokens: int, seconds: float, pairs: float = 0.0
+    ) -> None:
+        """Learn from one step; `pairs` adds up the context that each prefill token read."""
         self.num_observations += 1
         if prefill_tokens:
             rest = max(0.0, seconds - self._fixed - self._decode * decode_rows)
-            self._prefill_tokens = _FORGET * self._prefill_tokens + prefill_tokens
-            self._prefill_seconds = _FORGET * self._prefill_seconds + rest
+            self._fit_prefill(prefill_tokens, pairs / _CONTEXT, rest)
             return
         self._count = _FORGET * self._count + 1
         self._rows = _FORGET * self._rows + decode_rows
@@ -42,15 +47,38 @@ class StepModel:
         self._rows_seconds = _FORGET * self._rows_seconds + decode_rows * seconds
         self._fit()
 
-    def predict(self, decode_rows: int, prefill_tokens: int) -> float:
+    def predict(self, decode_rows: int, prefill_tokens: int, context: float = 0.0) -> float:
         """Return the expected seconds of such a step, never negative."""
         decode = self._fixed + self._decode * decode_rows
-        return max(0.0, decode) + prefill_tokens * self.prefill_token_seconds
+        return max(0.0, decode) + prefill_tokens * self.token_seconds(context)
 
-    @property
-    def prefill_token_seconds(self) -> float:
-        """Seconds that one more prefill token costs; 0 before any was seen."""
-        return self._prefill_seconds / self._prefill_tokens if self._prefill_tokens else 0.0
+    def token_seconds(self, context: float = 0.0) -> float:
+        """Seconds that one more prefill token costs at this context; 0 before any was seen."""
+        return self._token + self._context * context / _CONTEXT
+
+    def _fit_prefill(self, tokens: float, pairs: float, seconds: float) -> None:
+        """Solve for token and context cost, pulled to the last answer where steps say nothing."""
+        xx, xy, yy = (
+            _FORGET * old + new
+            for old, new in zip(self._moments, (tokens**2, tokens * pairs, pairs**2), strict=True)
+        )
+        xs, ys = (
+            _FORGET * old + new
+            for old, new in zip(self._products, (tokens * seconds, pairs * seconds), strict=True)
+        )
+        self._moments, self._products = (xx, xy, yy), (xs, ys)
+        pull = _INERTIA * (xx + yy)
+        if self._token == 0.0 and self._context == 0.0:
+            self._token = xs / xx  # nothing to be pulled to yet
+        a, b, c = xx + pull, xy, yy + pull
+        right, below = xs + pull * self._token, ys + pull * self._context
+        size = a * c - b * b
+        token, context = (c * right - b * below) / size, (a * below - b * right) / size
+        if context < 0:
+            token, context = xs / xx, 0.0
+        elif token < 0:
+            token, context = 0.0, ys / yy
+        self._token, self._context = token, context
 
     def _fit(self) -> None:
         """Solve the two normal equations, pulled a little towards the last answer."""
@@ -69,9 +97,9 @@ class Pacer:
 
     def __init__(self, *, target_s: float | None, block_size: int, max_tokens: int) -> None:
         """`target_s` None fixes the budget at `max_tokens`."""
-        self.target_s, self._block_size, self._max_tokens = target_s, block_size, max_tokens
-        self._last = min(max_tokens, 4 * block_size)
-        self._charged_s = 0.0
+        self.target_s, self._max_tokens = target_s, max_tokens
+        self._first = min(max_tokens, 4 * block_size)
+        self._last_s = self._charged_s = 0.0
         self.model = StepModel()
 
     def charge(self, seconds: float) -> None:
@@ -88,18 +116,32 @@ class Pacer:
         room = max(0.0, self.target_s - self.model.predict(decode_rows, 0))
         return room / 2 if shared else room
 
-    def budget(self, decode_rows: int) -> int:
-        """Return how many prefill tokens the next step may hold beside these decode rows."""
+    def budget(self, decode_rows: int, context: float = 0.0) -> int:
+        """Return how many prefill tokens of this context the next step may hold beside these
+        decode rows.
+        """
         if self.target_s is None:
             return self._max_tokens
-        per_token = self.model.prefill_token_seconds
+        per_token = self.model.token_seconds(context)
+        if per_token == 0.0:
+            return self._first
         room = self.target_s - self._charged_s - self.model.predict(decode_rows, 0)
-        most = min(2 * self._last, self._max_tokens)
-        fitting = most if per_token * most <= room else int(room / per_token)
-        return min(max(self._block_size, min(fitting, most)), self._max_tokens)
+        fitting = int(min(room, 2 * self._last_s) / per_token)
+        return min(max(_LEAST, fitting), self._max_tokens)
 
-    def observe(self, decode_rows: int, prefill_tokens: int, seconds: float) -> None:
-        """Learn from a finished step."""
-        self.model.observe(decode_rows, prefill_tokens, seconds)
+    def weight(self, context: float, reference: float) -> float:
+        """Return how many tokens of the `reference` context one token of `context` costs."""
+        base = self.model.token_seconds(reference)
+        if self.target_s is None or base == 0.0:
+            return 1.0
+        return self.model.token_seconds(context) / base
+
+    def observe(
+        self, decode_rows: int, prefill_tokens: int, seconds: float, pairs: float = 0.0
+    ) -> None:
+        """Learn from a finished step; `pairs` adds up the context of its prefill tokens."""
+        self.model.observe(decode_rows, prefill_tokens, seconds, pairs)
         if prefill_tokens:
-            self._last = max(self._block_size, prefill_tokens)
+            context = pairs / prefill_tokens
+            least = _LEAST * self.model.token_seconds(context)
+            self._last_s = max(least, prefill_tokens * self.model.token_seconds(context))

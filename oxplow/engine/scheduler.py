@@ -67,6 +67,7 @@ class Scheduler:
         self.running: list[Choice] = []
         self.num_preemptions = 0
         self._last_victim: Choice | None = None
+        self._shallowest = 0  # context of the prefill that reads least, in this step
 
     @property
     def has_work(self) -> bool:
@@ -91,6 +92,14 @@ class Scheduler:
         choice.saved = None
         if self._last_victim is choice:
             self._last_victim = None
+
+    def pending_prefill_s(self) -> float:
+        """Return how long the prompts that wait or run will take, beside nothing else."""
+        left = [*self.waiting, *(c for c in self.running if not c.is_decoding)]
+        seconds = self.pacer.model.token_seconds
+        return sum(
+            c.pending_tokens * seconds((c.computed_tokens + len(c.token_ids)) / 2) for c in left
+        )
 
     def schedule(self) -> StepPlan:
         """Choose the rows of the next step, admitting and preempting as needed."""
@@ -119,7 +128,8 @@ class Scheduler:
         candidates = sorted([*partial, *self.waiting], key=_rank)
         if not candidates:
             return
-        total = self.pacer.budget(plan.decode_rows)
+        self._shallowest = min(_context(c) for c in candidates)
+        total = self.pacer.budget(plan.decode_rows, self._shallowest)
         holders = self._floor_holders(candidates)
         floor = min(self.cache.plan.block_size, max(1, total // max(1, len(holders))))
         budget = PrefillBudget(
@@ -145,8 +155,9 @@ class Scheduler:
                 if self._make_room(choice, choice.computed_tokens + 1, plan):
                     plan.rows.append(_row(choice, choice.computed_tokens + 1))
                 continue
-            given = budget.grant(choice.pending_tokens, own, is_short=short)
-            budget.spend(self._extend(choice, given, plan), is_short=short)
+            weight = self._weight(choice)
+            given = budget.grant(choice.pending_tokens, own, is_short=short, weight=weight)
+            budget.spend(self._extend(choice, given, plan), is_short=short, weight=weight)
 
     def _extend(self, choice: Choice, given: int, plan: StepPlan) -> int:
         """Schedule up to `given` prompt tokens of a running choice; return how many."""
@@ -177,7 +188,8 @@ class Scheduler:
 
     def _may_start(self, choice: Choice, budget: PrefillBudget, floor: int, plan: StepPlan) -> bool:
         """Tell whether a waiting choice may begin: it finishes in this step, or has a place."""
-        given = budget.grant(choice.expected_tokens, floor, is_short=self._is_short(choice))
+        short, weight = self._is_short(choice), self._weight(choice)
+        given = budget.grant(choice.expected_tokens, floor, is_short=short, weight=weight)
         if given <= 0 or _waits_for_leader(choice):
             return False
         stops = {row.choice.owner: row.stop for row in plan.rows}
@@ -188,6 +200,10 @@ class Scheduler:
             if len(c.token_ids) - stops.get(c.owner, c.computed_tokens) > block
         ]
         return given >= choice.expected_tokens or self._has_place(choice, unfinished)
+
+    def _weight(self, choice: Choice) -> float:
+        """Return what a token of this prompt costs, in tokens of the one with least context."""
+        return self.pacer.weight(_context(choice), self._shallowest)
 
     def _is_short(self, choice: Choice) -> bool:
         return choice.expected_tokens <= self.options.short_tokens
@@ -298,6 +314,13 @@ class Scheduler:
 
 def _rank(choice: Choice) -> tuple[int, float, str, int]:
     return choice.sort_key
+
+
+def _context(choice: Choice) -> int:
+    """Return how many tokens a prefill has behind it, or will have when it starts."""
+    if choice.status is RequestStatus.RUNNING:
+        return choice.computed_tokens
+    return len(choice.token_ids) - choice.expected_tokens
 
 
 def _row(choice: Choice, stop: int) -> Scheduled:

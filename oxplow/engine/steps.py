@@ -53,3 +53,10 @@ class StepPlan:
     def prefill_tokens(self) -> int:
         """How many prompt rows there are."""
         return sum(r.num_tokens for r in self.rows if not r.is_decode)
+
+    @property
+    def prefill_pairs(self) -> float:
+        """How much context all prompt rows read together, in tokens."""
+        return sum(
+            r.num_tokens * (r.start + r.num_tokens / 2) for r in self.rows if not r.is_decode
+        )
