@@ -60,7 +60,7 @@ def test_a_layout_changes_strides_only(kernel: Kernel) -> None:
 def test_some_case_of_the_contract_takes_the_short_path(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Conformance means nothing for a path that no case takes: count those that do not fall back."""
+    """Conformance says nothing of a path that no case takes: count those that stay on it."""
     module = sys.modules[kernel.run.__module__]
     general, name = getattr(module, GENERAL[kernel.op]), GENERAL[kernel.op]
     calls: list[str] = []
