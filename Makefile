@@ -30,7 +30,7 @@ check: setup  ## lint, format, types, quick tests, size of the house
 	@echo "check [5/5] size of the house" && $(BIN)/python tools/size_table.py
 
 clients: setup  ## run real clients against the server; what is not installed is skipped
-	@$(THREADS) $(BIN)/python -m pytest -q tests/clients/check_python.py tests/clients/check_node.py $(ARGS)
+	@$(THREADS) $(BIN)/python -m pytest -q tests/clients/check_*.py $(ARGS)
 
 format: setup  ## let ruff format and mend what it safely can
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .

@@ -92,6 +92,7 @@ def _chat(names: Sequence[str]) -> dict[str, Any]:
         "tool_choice": {"enum": ["auto", "none", "required"]},
         "response_format": {
             "type": "object",
+            "required": ["type"],
             "properties": {"type": {"enum": ["text", "json_object"]}},
         },
         "max_completion_tokens": _whole(0, _MOST),
@@ -105,8 +106,8 @@ def _chat(names: Sequence[str]) -> dict[str, Any]:
 
 def _completion(names: Sequence[str], vocab_size: int) -> dict[str, Any]:
     ids = {"type": "array", "items": _whole(0, vocab_size - 1), "minItems": 1}
-    each = {"oneOf": [_SOME, ids]}
-    prompt = {"anyOf": [each, {"type": "array", "items": each, "minItems": 1, "maxItems": 256}]}
+    several = {"type": "array", "minItems": 1, "maxItems": 256}
+    prompt = {"anyOf": [_SOME, ids, *({**several, "items": each} for each in (_SOME, ids))]}
     properties = {
         "model": {"enum": list(names)},
         "prompt": prompt,
@@ -134,7 +135,10 @@ def _messages(names: Sequence[str], *, needs_budget: bool = True) -> dict[str, A
     message = {
         "type": "object",
         "required": ["role", "content"],
-        "properties": {"role": {"enum": ["user", "assistant"]}, "content": _TEXT},
+        "properties": {
+            "role": {"enum": ["user", "assistant", "system"]},
+            "content": {"anyOf": [_TEXT, {"type": "null"}]},
+        },
     }
     properties = {
         "model": {"enum": list(names)},
@@ -184,7 +188,8 @@ def _session(method: str, summary: str) -> dict[str, Any]:
         "responses": answers,
     }
     if method == "post":
-        told["requestBody"] = {"content": {"application/json": {"schema": _ANY}}}
+        content = {"application/json": {"schema": _ANY}}
+        told["requestBody"] = {"required": True, "content": content}
     return {method: told}
 
 

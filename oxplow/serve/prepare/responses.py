@@ -44,6 +44,8 @@ def responses_to_chat(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     if budget is not None:
         chat["max_completion_tokens"] = budget
     instructions = body.get("instructions")
+    if instructions is not None and not isinstance(instructions, str | list):
+        raise field_error("instructions", instructions, "text")
     messages = [{"role": "system", "content": instructions}] if instructions else []
     chat["messages"] = messages + _input(body.get("input"))
     tools, namespaces = _tools(fields.items("tools") or [])
