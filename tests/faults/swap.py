@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import unwrap
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -61,7 +62,7 @@ def value(owner: type | ModuleType, name: str, new: object) -> Iterator[None]:
 def _in_place_of(original: Run, planted: Run) -> Run:
     if not (isinstance(original, FunctionType) and isinstance(planted, FunctionType)):
         return planted
-    code = original.__code__
+    code = unwrap(original).__code__
     planted.__code__ = planted.__code__.replace(
         co_filename=code.co_filename,
         co_name=code.co_name,
