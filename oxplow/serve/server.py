@@ -23,7 +23,7 @@ import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from oxplow.errors import ConfigError
+from oxplow.errors import ConfigError, OxplowError
 from oxplow.serve.api.app import build_app
 from oxplow.serve.api.metrics import Metrics
 from oxplow.serve.api.service import Limits, Service
@@ -142,10 +142,16 @@ async def run_server(options: ServeOptions, on_ready: Callable[[Service, str], N
     server = http_server(service)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     on_ready(service, _address(listener, options.host))
-    await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    gone = asyncio.ensure_future(service.engine.is_gone.wait())
+    await asyncio.wait({serving, leaving, gone}, return_when=asyncio.FIRST_COMPLETED)
     await _take_down(service, hurry)
     server.should_exit = True
     await serving
+    if service.engine.is_gone.is_set():
+        raise OxplowError(
+            "the engine failed; it shares a process with the server, so it cannot be restarted",
+            wanted="a new start; without --inprocess a failed engine is replaced",
+        )
 
 
 async def _take_down(service: Service, hurry: asyncio.Event) -> None:
@@ -156,7 +162,13 @@ async def _take_down(service: Service, hurry: asyncio.Event) -> None:
         if service.sessions is not None:
             await service.sessions.save_changed(max(_LEAST_SAVE_S, service.limits.grace_s))
 
-    log.info("leaving; %s requests may finish", service.engine.num_open)
+    left, grace = service.engine.num_open, service.limits.grace_s
+    if left:
+        noun = "request" if left == 1 else "requests"
+        hint = "; a second Ctrl-C ends them now"
+        log.info("leaving; %s %s may finish within %.0f s%s", left, noun, grace, hint)
+    else:
+        log.info("leaving; no request is open")
     drain = asyncio.ensure_future(
         service.engine.drain(service.limits.grace_s, service.until_answered, keep_sessions)
     )

@@ -72,8 +72,8 @@ class WorkerPool:
         is_abandoned = False
         try:
             for attempt in (1, 2):
-                work = self._submit(lane, job, *arguments)
                 try:
+                    work = self._submit(lane, job, *arguments)
                     return await asyncio.wait_for(asyncio.shield(work), _PATIENCE_S)
                 except BrokenProcessPool:
                     log.warning("a worker of the %s lane died, attempt %s", name, attempt)

@@ -360,3 +360,45 @@ def test_documents_and_stops_become_chat_parts() -> None:
         {"max_tokens": 1, "messages": [{"role": "user", "content": [document]}]}
     )
     assert chat["messages"][0]["content"] == [{"type": "text", "text": "page"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("responses", {"input": [{"role": "nobody", "content": "x"}]}, "input.0.role"),
+        (
+            "responses",
+            {"instructions": "be brief", "input": ["hi", {"role": "user", "content": 3}]},
+            "input.1.content",
+        ),
+        (
+            "responses",
+            {
+                "input": [
+                    {"type": "reasoning", "summary": []},
+                    {"type": "function_call", "name": 5, "call_id": "c"},
+                    {"role": "user", "content": [{"type": "hologram"}]},
+                ]
+            },
+            "input.0.tool_calls.0.function.name",
+        ),
+        ("responses", {"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id"),
+        (
+            "messages",
+            {
+                "max_tokens": 5,
+                "system": "be brief",
+                "messages": [{"role": "user", "content": [{"type": "hologram"}]}],
+            },
+            "messages.0.content.0",
+        ),
+    ],
+)
+def test_errors_name_items_as_the_client_wrote_them(
+    server: Running, path: str, body: dict[str, object], param: str
+) -> None:
+    refused = server.client.post(f"/v1/{path}", json=body)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error.get("param", param) == param
+    assert param in error["message"] or error.get("param") == param

@@ -32,6 +32,8 @@ INFO = EngineInfo(max_model_len=9, vocab_size=9, eos_token_ids=(1,), lines=("x",
 class Wire:
     """A transport that the test plays."""
 
+    restarts = True
+
     def __init__(self) -> None:
         self.sent: list[Command] = []
 

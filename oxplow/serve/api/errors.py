@@ -8,6 +8,7 @@ whole seconds; both shapes, OpenAI's and Anthropic's, hold the same message.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
     503: "overloaded_error",
 }
 _RESTART_S = 5
+_JITTER = 0.25
 
 
 @dataclass(slots=True)
@@ -128,4 +130,8 @@ def error_response(error: ApiError, *, is_anthropic: bool = False) -> Response:
 
 
 def _retry(seconds: float) -> dict[str, str]:
-    return {"Retry-After": str(max(1, math.ceil(seconds)))}
+    """Say when to come back: never too early, and up to a quarter later, so that not all who were
+    refused together return together.
+    """
+    spread = 1 + _JITTER * random.random()
+    return {"Retry-After": str(max(1, math.ceil(seconds * spread)))}

@@ -105,7 +105,8 @@ def _most_tokens(service: Service) -> int:
 async def health(request: Request) -> Response:
     """Say that the server lives; `engine` tells whether its engine does."""
     service = _service(request)
-    engine = "alive" if service.engine.is_alive else "restarting"
+    dead = "failed" if service.engine.is_gone.is_set() else "restarting"
+    engine = "alive" if service.engine.is_alive else dead
     return json_response({"status": "ok", "engine": engine})
 
 

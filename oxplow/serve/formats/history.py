@@ -9,7 +9,7 @@ spellings of the same history give the same list, so that they render to the sam
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,15 +49,18 @@ class Conversation:
     media: list[MediaSource] = field(default_factory=list)
 
 
-def normalise(messages: Any, param: str = "messages") -> Conversation:
-    """Read a message list. Raises RequestError that names the message at fault."""
+def normalise(messages: Any, param: str = "messages", places: Sequence[str] = ()) -> Conversation:
+    """Read a message list. Raises RequestError that names the message at fault.
+
+    `places` names each message as its client knows it, where it came in another form.
+    """
     if not isinstance(messages, list):
         raise _refusal("messages must be a list", type(messages).__name__, "a list", param)
     if not messages:
         raise _refusal("messages is empty", "[]", "at least one message", param)
     conversation = Conversation()
     for number, message in enumerate(messages):
-        where = f"{param}.{number}"
+        where = places[number] if number < len(places) else f"{param}.{number}"
         if not isinstance(message, Mapping):
             raise _refusal("a message must be an object", type(message).__name__, "object", where)
         conversation.messages.append(_message(message, where, conversation.media))

@@ -34,6 +34,7 @@ from oxplow.serve.engine_port import (
     Step,
     Work,
 )
+from oxplow.serve.link.quarantine import Quarantine
 
 __all__ = ["EngineClient", "Ticket", "Transport"]
 
@@ -46,6 +47,11 @@ _SILENCE_S = 8.0  # beats come every second
 
 class Transport(Protocol):
     """Moves commands to an engine, and its events to `on_event`, on the event loop's thread."""
+
+    @property
+    def restarts(self) -> bool:
+        """Tell whether an engine that stops by itself is replaced."""
+        ...
 
     async def start(
         self, on_event: Callable[[EngineEvent], None], on_lost: Callable[[str], None]
@@ -127,6 +133,9 @@ class EngineClient:
         self.on_restart: Callable[[], None] = lambda: None
         self._before = EngineStats()  # counts of engines that died
         self.is_alive = False
+        self.is_gone = asyncio.Event()  # the engine stopped and nothing replaces it
+        self._quarantine = Quarantine()
+        self._held: dict[str, Work] = {}  # suspects that wait for the one on trial
 
     async def start(self) -> EngineInfo:
         """Start the engine and wait until it takes work. Raises what the transport raises."""
@@ -169,14 +178,28 @@ class EngineClient:
         if not self.is_alive:
             ticket.fail(self._failure)
             return ticket
+        if self._quarantine.is_convicted(work):
+            ticket.admission.set_result(
+                Refused(
+                    request_id=work.request_id,
+                    kind="request",
+                    message="this very request has stopped the engine before; it is not tried"
+                    " again, and the server's log says what happened",
+                    code="quarantined",
+                )
+            )
+            return ticket
         self._tickets[work.request_id] = ticket
-        self._transport.send(work)
+        self._begin(work)
         return ticket
 
     def abort(self, request_id: str) -> None:
         """Give a request up; nothing more comes through its ticket."""
-        if self._tickets.pop(request_id, None) is not None:
+        if self._tickets.pop(request_id, None) is None:
+            return
+        if self._held.pop(request_id, None) is None:
             self._transport.send(Abort(request_id=request_id))
+            self._end_trial(request_id, is_harmless=False)
 
     def end_choice(self, request_id: str, index: int) -> None:
         """Tell the engine that a choice is complete."""
@@ -187,6 +210,7 @@ class EngineClient:
         """Forget a ticket; what still runs of it is aborted."""
         if ticket.is_finished:
             self._tickets.pop(ticket.request_id, None)
+            self._end_trial(ticket.request_id, is_harmless=True)
         else:
             self.abort(ticket.request_id)
 
@@ -240,12 +264,15 @@ class EngineClient:
                     ticket = self._tickets.get(delta.request_id)
                     if ticket is not None:
                         ticket.put(delta)
+                        if delta.token_ids and self._quarantine.note_token(delta.request_id):
+                            self._release()
             case Accepted() | Refused():
                 ticket = self._tickets.get(event.request_id)
                 if ticket is not None and not ticket.admission.done():
                     ticket.admission.set_result(event)
                     if isinstance(event, Refused):
                         self._tickets.pop(event.request_id)
+                        self._end_trial(event.request_id, is_harmless=True)
             case Beat():
                 self._beat, self._beat_at = event, time.monotonic()
             case SessionDone():
@@ -261,17 +288,40 @@ class EngineClient:
     def _on_lost(self, reason: str) -> None:
         """Fail everything that was open; the transport brings a new engine up if it can."""
         log.error("the engine was lost: %s; %s requests fail", reason, len(self._tickets))
+        self._quarantine.death()
+        self._held.clear()
         self.is_alive = False
         self._before = self.stats
         self._beat = Beat(stats=EngineStats())
-        self.on_restart()
-        self._failure = f"the engine is restarting: {reason}"
+        if self._transport.restarts:
+            self.on_restart()
+            self._failure = f"the engine is restarting: {reason}"
+        else:
+            self._failure = f"the engine failed and nothing restarts it: {reason}"
+            self.is_gone.set()
         lost, self._tickets = self._tickets, {}
         for ticket in lost.values():
             ticket.fail(_LOST)
         for job_id, job in self._jobs.items():
             if not job.done():
                 job.set_result(SessionDone(job_id=job_id, kind="lost", failure=reason))
+
+    def _begin(self, work: Work) -> None:
+        """Send a request to the engine, or hold a suspect until the one on trial is through."""
+        if self._quarantine.may_start(work):
+            self._quarantine.start(work)
+            self._transport.send(work)
+        else:
+            self._held[work.request_id] = work
+
+    def _end_trial(self, request_id: str, *, is_harmless: bool) -> None:
+        if self._quarantine.end(request_id, is_harmless=is_harmless):
+            self._release()
+
+    def _release(self) -> None:
+        held, self._held = self._held, {}
+        for work in held.values():
+            self._begin(work)
 
 
 def _added(before: EngineStats, now: EngineStats) -> EngineStats:

@@ -7,6 +7,7 @@ Invariant: when the thread ends other than by draining, the front is told.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -17,12 +18,16 @@ from oxplow.serve.link.driver import Driver
 
 __all__ = ["ThreadTransport"]
 
+log = logging.getLogger(__name__)
+
 _BEAT_S = 0.2  # costs a call, not a message
 _T = TypeVar("_T")
 
 
 class ThreadTransport:
     """Runs the engine that `build` makes on its own thread; it is not restarted when it fails."""
+
+    restarts = False
 
     def __init__(self, build: Callable[[], Core]) -> None:
         self._build = build
@@ -43,8 +48,9 @@ class ThreadTransport:
             reason = "its thread ended"
             try:
                 driver.run()
-            except OxplowError as error:
-                reason = str(error)
+            except Exception as error:  # whatever it was, the front must be told
+                log.exception("the engine's thread failed")
+                reason = str(error) if isinstance(error, OxplowError) else repr(error)
             finally:
                 if not driver.is_done:
                     _cross(loop, on_lost, reason)

@@ -36,6 +36,8 @@ _LEAVE_S = 10.0
 class ProcessTransport:
     """Runs the engine in a child process and restarts it when it dies."""
 
+    restarts = True
+
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._context = zmq.asyncio.Context()

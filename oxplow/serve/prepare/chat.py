@@ -66,7 +66,8 @@ class ChatPreparer:
         """Prepare one request of at most `most` prompt tokens. Raises RequestError."""
         fields = Fields(body)
         model = check_model(fields, self._settings.names)
-        conversation = normalise(body.get("messages"))
+        places = (extra or {}).get("places", ())
+        conversation = normalise(body.get("messages"), places=places)
         box = read_tools(fields)
         params = read_sampling(fields, self._defaults, self._files.vocab_size)
         prompt = self.prompt(fields, conversation, box)

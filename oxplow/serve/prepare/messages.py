@@ -37,14 +37,16 @@ def messages_to_chat(
     if budget is not None:
         chat["max_tokens"] = budget
     chat["messages"] = _system(body.get("system"))
+    places = ["system"] * len(chat["messages"])
     for number, message in enumerate(messages):
         chat["messages"] += _message(message, f"messages.{number}")
+        places += [f"messages.{number}"] * (len(chat["messages"]) - len(places))
     stops = fields.texts("stop_sequences", 64)
     if stops:
         chat["stop"] = list(stops)[:16]
     chat |= _tools(fields)
     _thinking(fields, chat)
-    return chat, {"api": "messages"}
+    return chat, {"api": "messages", "places": places}
 
 
 def _system(system: Any) -> list[dict[str, Any]]:

@@ -46,8 +46,16 @@ def responses_to_chat(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str | list):
         raise field_error("instructions", instructions, "text")
-    messages = [{"role": "system", "content": instructions}] if instructions else []
-    chat["messages"] = messages + _input(body.get("input"))
+    given, places = _input(body.get("input"))
+    if instructions:
+        given, places = (
+            [{"role": "system", "content": instructions}, *given],
+            [
+                "instructions",
+                *places,
+            ],
+        )
+    chat["messages"] = given
     tools, namespaces = _tools(fields.items("tools") or [])
     if tools:
         chat["tools"] = tools
@@ -64,6 +72,7 @@ def responses_to_chat(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     extra = {key: body[key] for key in _REPEATED if key in body}
     extra |= {
         "api": "responses",
+        "places": places,
         "tools": body.get("tools") or [],
         "namespaces": namespaces,
         "seals_reasoning": "reasoning.encrypted_content" in include,
@@ -85,12 +94,14 @@ def _unseal(sealed: Any) -> str:
         return ""
 
 
-def _input(given: Any) -> list[dict[str, Any]]:
+def _input(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the messages, and the item that each of them begins with."""
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [{"role": "user", "content": given}], ["input"]
     if not isinstance(given, list) or not given:
         raise field_error("input", given, "text or a list of items, not empty")
     messages: list[dict[str, Any]] = []
+    places: list[str] = []
     for number, item in enumerate(given):
         where = f"input.{number}"
         if isinstance(item, str):
@@ -98,7 +109,8 @@ def _input(given: Any) -> list[dict[str, Any]]:
         if not isinstance(item, Mapping):
             raise field_error(where, item, "an object")
         _add_item(item, where, messages)
-    return messages
+        places += [where] * (len(messages) - len(places))
+    return messages, places
 
 
 def _add_item(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]]) -> None:
