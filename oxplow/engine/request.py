@@ -87,8 +87,11 @@ class FinishReason(Enum):
 class TokenMask(Protocol):
     """What a grammar allows next; one object per choice, advanced token by token."""
 
-    def allowed_words(self) -> Sequence[int]:
-        """Return int32 words, bit i % 32 of word i // 32 set where token i is allowed."""
+    def allowed_words(self) -> Sequence[int] | None:
+        """Return int32 words, bit i % 32 of word i // 32 set where token i is allowed.
+
+        None: every token is allowed here.
+        """
         ...
 
     def advance(self, token_id: int) -> None:

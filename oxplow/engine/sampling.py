@@ -99,7 +99,8 @@ class Sampler:
         chosen = [rows[i] for i in masks]
         if len(chosen) < len(rows):
             logits = logits[torch.tensor(list(masks), device=logits.device)]
-        if any(_changes_logits(row.choice) for row in chosen):
+        is_masked = any(mask is not None for mask in masks.values())
+        if is_masked or any(_changes_logits(row.choice) for row in chosen):
             logits = self._adjusted(logits, chosen, list(masks.values()))
         positions = torch.tensor([row.position for row in chosen], dtype=torch.int64)
         return self._ops.sample(
@@ -211,23 +212,22 @@ def _num_top(row: LogitRow) -> int | None:
 
 
 def _changes_logits(choice: Choice) -> bool:
+    """Tell whether anything but a grammar changes a choice's logits."""
     params = choice.request.params
     return bool(
-        params.has_penalties
-        or params.logit_bias
-        or choice.mask is not None
-        or choice.num_answered < params.min_tokens
+        params.has_penalties or params.logit_bias or choice.num_answered < params.min_tokens
     )
 
 
 def _allowed(choice: Choice, vocab_size: int) -> np.ndarray | None:
-    """Return [V] bool of what the choice's grammar allows, None without one.
+    """Return [V] bool of what the choice's grammar allows, None where it allows everything.
 
     Tokens that no word covers (padding of the vocabulary) are not allowed.
     """
-    if choice.mask is None:
+    words = None if choice.mask is None else choice.mask.allowed_words()
+    if words is None:
         return None
-    raw = np.ascontiguousarray(np.asarray(choice.mask.allowed_words()), dtype="<i4").view(np.uint8)
+    raw = np.ascontiguousarray(np.asarray(words), dtype="<i4").view(np.uint8)
     bits = np.unpackbits(raw, bitorder="little")[:vocab_size].astype(bool)
     return np.pad(bits, (0, vocab_size - len(bits)))
 

@@ -120,7 +120,7 @@ class ServedCore:
 
     def add(self, work: Work) -> None:
         """Take a request; raises RequestError or CapacityError."""
-        mask = None if work.grammar is None else self._masks.make(work.grammar.text)
+        mask = None if work.grammar is None else self._masks.of(work.grammar)
         self._core.add(
             Request(
                 request_id=work.request_id,

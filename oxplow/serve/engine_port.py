@@ -49,9 +49,15 @@ __all__ = [
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold a grammar in llguidance's form; `Work` carries the text, the engine builds the mask."""
+    """Hold a grammar in llguidance's form; `Work` carries the text, the engine builds the mask.
+
+    `after` None: it holds from the first token to the last. Else it holds after each token of that
+    id until it is complete, and with `once` that token is forbidden after the first time.
+    """
 
     text: str
+    after: int | None = None
+    once: bool = False
 
 
 class WirePicture(msgspec.Struct, frozen=True, kw_only=True):

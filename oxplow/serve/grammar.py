@@ -19,9 +19,10 @@ from oxplow.errors import RequestError
 from oxplow.serve.formats.markup import Mark
 from oxplow.serve.formats.values import ValueKind, value_kind, with_definitions
 
-__all__ = ["AnswerRule", "ToolShape", "answer_grammar"]
+__all__ = ["AnswerRule", "ToolShape", "answer_grammar", "call_grammar"]
 
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ARGUMENT = (Mark.KEY, Mark.KEY_END, Mark.VALUE, Mark.VALUE_END)
 _TEXT = r"/(?s:.*)/"
 _MOST_REPEATS = 4096  # larger length bounds cost more than they help
 
@@ -79,6 +80,29 @@ def answer_grammar(rule: AnswerRule, control: Mapping[str, int]) -> str:
     return json.dumps({"grammars": grammars})
 
 
+def call_grammar(tools: Sequence[ToolShape], control: Mapping[str, int]) -> str:
+    """Write the grammar of one call after its opening token, the closing token included.
+
+    A tool without declared properties takes any arguments. Raises RequestError where the model
+    lacks the tokens of tool calls.
+    """
+    names = " | ".join(f"tool_{i}" for i in range(len(tools)))
+    lines = [f"start: ({names}) {_mark(Mark.CALL_END, control)}", f"text: {_TEXT}"]
+    for i, tool in enumerate(tools):
+        if _is_free(tool):
+            marks = [_mark(m, control) for m in _ARGUMENT]
+            lines.append(f"tool_{i}: {json.dumps(tool.name)} any_{i}*")
+            lines.append(f"any_{i}: {marks[0]} text {marks[1]} {marks[2]} text {marks[3]}")
+        else:
+            lines += _tool_rules(i, tool, control)
+    return json.dumps({"grammars": [{"name": "call", "lark_grammar": "\n".join(lines)}]})
+
+
+def _is_free(tool: ToolShape) -> bool:
+    """Tell whether a tool says nothing of its arguments but that there may be some."""
+    return bool(tool.parameters) and "properties" not in tool.parameters
+
+
 def _thought(rule: AnswerRule, control: Mapping[str, int]) -> str:
     return "" if rule.thinking_tokens is None else f"thought {_mark(Mark.THINK_END, control)} "
 
@@ -107,7 +131,7 @@ def _tool_rules(number: int, tool: ToolShape, control: Mapping[str, int]) -> lis
     for i, (key, schema) in enumerate(properties.items()):
         name = f"arg_{number}_{i}"
         uses.append(name if key in required else f"{name}?")
-        marks = [_mark(m, control) for m in (Mark.KEY, Mark.KEY_END, Mark.VALUE, Mark.VALUE_END)]
+        marks = [_mark(m, control) for m in _ARGUMENT]
         value = _value_rule(schema, tool.parameters)
         lines.append(
             f"{name}: {marks[0]} {json.dumps(str(key))} {marks[1]} {marks[2]} ({value}) {marks[3]}"

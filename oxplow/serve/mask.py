@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
 import llguidance
+import numpy as np
 
 from oxplow.errors import RequestError
+from oxplow.serve.engine_port import GrammarSpec
 
-__all__ = ["GrammarMask", "MaskFactory", "grammar_fault"]
-
+__all__ = ["GrammarMask", "LateMask", "MaskFactory", "grammar_fault"]
 
 log = logging.getLogger(__name__)
+
+_KEPT = 32  # compiled grammars
 
 
 class GrammarMask:
@@ -50,16 +54,81 @@ class GrammarMask:
         return GrammarMask(self._matcher.deep_copy())
 
 
+class LateMask:
+    """A grammar that holds from a certain token on until it is complete, each time it comes.
+
+    Before and after that everything is allowed; with `once` the token is forbidden after the first
+    time. The answer never ends because of it.
+    """
+
+    def __init__(self, grammar: GrammarMask, after: int, vocab_size: int, *, once: bool) -> None:
+        self._grammar, self._after, self._vocab_size, self._once = grammar, after, vocab_size, once
+        self._inside: GrammarMask | None = None
+        self._is_spent = False
+
+    def allowed_words(self) -> Sequence[int] | None:
+        """Return what the grammar allows while it holds; None where everything is allowed."""
+        if self._inside is not None:
+            return self._inside.allowed_words()
+        if not self._is_spent:
+            return None
+        words = np.full(-(-self._vocab_size // 32), -1, dtype=np.int32)
+        words.view(np.uint32)[self._after // 32] ^= np.uint32(1 << (self._after % 32))
+        found: Sequence[int] = words.tolist()
+        return found
+
+    def advance(self, token_id: int) -> None:
+        """Take an emitted token in."""
+        if self._inside is None:
+            if token_id == self._after:
+                self._inside = self._grammar.copy()
+            return
+        self._inside.advance(token_id)
+        if self._inside.is_complete():
+            self._inside, self._is_spent = None, self._once
+
+    def is_complete(self) -> bool:
+        """Tell that the answer may go on."""
+        return False
+
+    def copy(self) -> LateMask:
+        """Return an independent mask at the same position."""
+        twin = LateMask(self._grammar, self._after, self._vocab_size, once=self._once)
+        twin._inside = None if self._inside is None else self._inside.copy()
+        twin._is_spent = self._is_spent
+        return twin
+
+
 class MaskFactory:
-    """Makes masks over one vocabulary; the tokenizer is read on first use."""
+    """Makes masks over one vocabulary; the tokenizer is read on first use.
+
+    Compiled grammars are kept: agents send the same tools with every turn.
+    """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._path, self._vocab_size = tokenizer, vocab_size
         self._eos = list(eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._compiled: OrderedDict[str, GrammarMask] = OrderedDict()
+
+    def of(self, grammar: GrammarSpec) -> GrammarMask | LateMask:
+        """Make what a work asks for. Raises RequestError as `make` does."""
+        made = self.make(grammar.text)
+        if grammar.after is None:
+            return made
+        return LateMask(made, grammar.after, self._vocab_size, once=grammar.once)
 
     def make(self, grammar: str) -> GrammarMask:
         """Compile a grammar. Raises RequestError with llguidance's reason."""
+        known = self._compiled.get(grammar)
+        if known is None:
+            known = self._compiled[grammar] = self._compile(grammar)
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return known.copy()
+
+    def _compile(self, grammar: str) -> GrammarMask:
         if self._tokenizer is None:
             self._tokenizer = llguidance.LLTokenizer(
                 _without_control_text(self._path.read_text(encoding="utf-8")),

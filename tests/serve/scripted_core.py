@@ -80,7 +80,7 @@ class ScriptedCore:
             raise CapacityError("the queue is full")
         self.works.append(work)
         self._counts[0] += len(ids)
-        mask = None if work.grammar is None else self._masks.make(work.grammar.text)
+        mask = None if work.grammar is None else self._masks.of(work.grammar)
         for index in range(work.params.n):
             choice = _read(self._text.vocabulary, work, index, ids)
             choice.mask = None if mask is None else mask.copy()
@@ -162,6 +162,9 @@ class ScriptedCore:
         if choice.mask is None:
             return token
         words = choice.mask.allowed_words()
+        if words is None:
+            choice.mask.advance(token)
+            return token
         allowed = [i for i in range(VOCAB_SIZE) if words[i // 32] >> (i % 32) & 1]
         if token not in allowed:
             choice.script.insert(0, token)

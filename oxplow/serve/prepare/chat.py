@@ -7,6 +7,8 @@ documented effect or is a RequestError.
 
 from __future__ import annotations
 
+import json
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +18,7 @@ from oxplow.errors import RequestError
 from oxplow.serve.engine_port import GrammarSpec, Work, pack_ids
 from oxplow.serve.formats.history import Conversation, normalise
 from oxplow.serve.formats.markup import Mark
-from oxplow.serve.grammar import AnswerRule, answer_grammar
+from oxplow.serve.grammar import AnswerRule, ToolShape, answer_grammar, call_grammar
 from oxplow.serve.mask import grammar_fault
 from oxplow.serve.model_files import ModelFiles
 from oxplow.serve.prepare.fields import Fields, field_error
@@ -38,6 +40,8 @@ _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "self"})
 _NEVER = -1e9  # a logit that cannot be drawn
 _THINKING_SHARE = 2  # enforced answers keep at least half of the budget for themselves
 _THINKING_TOKENS = 4096
+_CALL_MARKS = (Mark.CALL, Mark.CALL_END, Mark.KEY, Mark.KEY_END, Mark.VALUE, Mark.VALUE_END)
+_KEPT_GRAMMARS = 32  # agents send the same tools with every turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class ChatPreparer:
     ) -> None:
         self._text, self._files = text, files
         self._defaults, self._settings = defaults, settings
+        self._late_grammars: OrderedDict[str, str] = OrderedDict()
 
     def prepare(
         self,
@@ -94,7 +99,7 @@ class ChatPreparer:
             pictures=pictures,
             priority=fields.integer("priority", -1000, 1000) or 0,
             salt=fields.text("cache_salt") or "",
-            grammar=self._grammar(answer_rule(fields, box), prompt, params),
+            grammar=self._grammar(answer_rule(fields, box), prompt, params) or self._late(box),
             reuse_prefix=fields.flag("reuse_prefix") is not False,
         )
         return Prepared(model=model, works=(work,), shape=shape, extra=extra or {})
@@ -195,12 +200,39 @@ class ChatPreparer:
             )
         return GrammarSpec(text=grammar)
 
+    def _late(self, box: Toolbox) -> GrammarSpec | None:
+        """Hold a call that the model begins by itself to the declared functions.
+
+        None where there are no tools, or the model has no tokens for calls. A function whose schema
+        cannot be enforced is held to its name only.
+        """
+        control = self._text.vocabulary.control
+        if not box.shapes or not box.may_call or any(m.value not in control for m in _CALL_MARKS):
+            return None
+        key = json.dumps([(t.name, t.parameters) for t in box.shapes])
+        text = self._late_grammars.get(key)
+        if text is None:
+            text = call_grammar(box.shapes, control)
+            if grammar_fault(text):
+                text = call_grammar([_enforceable(t, control) for t in box.shapes], control)
+            self._late_grammars[key] = text
+            while len(self._late_grammars) > _KEPT_GRAMMARS:
+                self._late_grammars.popitem(last=False)
+        self._late_grammars.move_to_end(key)
+        return GrammarSpec(text=text, after=control[Mark.CALL.value], once=not box.is_parallel)
+
     def _bounded(self, params: SamplingParams, box: Toolbox) -> SamplingParams:
         """Forbid the opening token of calls where tools are shown but must not be called."""
         token = self._text.vocabulary.control.get(Mark.CALL.value)
         if box.may_call or not box.shown or token is None:
             return params
         return replace(params, logit_bias={**params.logit_bias, token: _NEVER})
+
+
+def _enforceable(tool: ToolShape, control: Mapping[str, int]) -> ToolShape:
+    """Return a tool as it is, or with any arguments where its schema does not compile."""
+    fault = grammar_fault(call_grammar([tool], control))
+    return ToolShape(name=tool.name, parameters={"type": "object"}) if fault else tool
 
 
 def check_model(fields: Fields, names: tuple[str, ...]) -> str:
