@@ -1,5 +1,6 @@
 """Sessions: a conversation's cached state outlives its server, and bad files harm nobody."""
 
+import asyncio
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,16 +16,29 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from oxplow.errors import CapacityError, ConfigError, RequestError, TransferError
 from oxplow.serve import cli
 from oxplow.serve.api.service import Limits
+from oxplow.serve.engine_port import (
+    Drain,
+    EngineInfo,
+    EngineStats,
+    SaveSession,
+    SessionDone,
+    Started,
+)
 from oxplow.serve.engine_settings import DEFAULT_FACTORY
-from oxplow.serve.sessions import read_session_file
+from oxplow.serve.link.client import EngineClient
+from oxplow.serve.link.driver import Driver
+from oxplow.serve.sessions import Sessions, read_session_file
 from tests.oracles.fixtures import GlmBuilder
 from tests.serve.model_dir import ROOT
 from tests.serve.running import Running, options, running
+from tests.serve.test_link import INFO, Wire, work
 
 slow = pytest.mark.slow
 FIRST = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog, " * 5}]
@@ -251,6 +266,10 @@ def test_saving_asks_for_the_key_and_for_json(named: Running) -> None:
     form = {"Content-Type": "text/plain"}
     assert named.client.post("/sessions/x/save", content="{}", headers=form).status_code == 415
     assert named.client.post("/sessions/x/save").status_code == 415
+    for body in (b"", b"[]", b"{"):
+        kind = {"Content-Type": "application/json"}
+        told = named.client.post("/sessions/x/save", content=body, headers=kind)
+        assert (told.status_code, told.json()["error"]["code"]) == (400, "invalid_json")
     told = named.client.post("/sessions/x/save", json={})
     assert (told.status_code, told.json()["error"]["code"]) == (404, "not_found")
 
@@ -267,3 +286,104 @@ def test_the_key_comes_from_the_settings(named: Running, monkeypatch: pytest.Mon
     assert "API key" in str(runner.invoke(cli.app, asked).exception)
     monkeypatch.setitem(os.environ, "OXPLOW_SERVE_API_KEY", "k")
     assert json.loads(runner.invoke(cli.app, asked).output) == {"sessions": []}
+
+
+# The way of a session through the driver and its engine's end.
+
+
+class SlowJob:
+    def __init__(self, may_end: threading.Event) -> None:
+        self._may_end = may_end
+
+    def work(self) -> None:
+        self._may_end.wait(30)
+
+    def finish(self) -> SessionDone:
+        return SessionDone(job_id="j", tokens=64)
+
+
+class IdleCore:
+    """Has nothing to do but sessions."""
+
+    info = EngineInfo(max_model_len=9, vocab_size=9, eos_token_ids=(1,))
+    has_work, predicted_s = False, 0.0
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def session_job(self, command: SaveSession) -> SlowJob:
+        if command.path == "refused":
+            raise TransferError("nothing of this text is cached")
+        return SlowJob(self.may_end)
+
+
+def test_an_engine_that_leaves_finishes_the_file_first() -> None:
+    core, told = IdleCore(), []
+    driver = Driver(core, told.append)  # type: ignore[arg-type]
+    save = SaveSession(job_id="j", path="x", prompt=b"", answer=b"")
+    driver.put(save)
+    driver.put(msgspec.structs.replace(save, job_id="k", path="refused"))
+    driver.put(Drain())
+    thread = threading.Thread(target=driver.run)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    core.may_end.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    done = {e.job_id: (e.tokens, e.kind) for e in told if isinstance(e, SessionDone)}
+    assert done == {"j": (64, ""), "k": (0, "transfer")}
+
+
+def test_an_engine_that_dies_while_it_saves_is_told(tmp_path: Path) -> None:
+    async def check() -> None:
+        wire = Wire()
+        client = EngineClient(wire)
+        sessions = Sessions(tmp_path, client)
+        with pytest.raises(RequestError, match="unknown session"):
+            await sessions.save("monday")
+        await client.start()
+        sessions.note("monday", work(), [3, 4])
+        saving = asyncio.ensure_future(sessions.save("monday"))
+        while not wire.sent:
+            await asyncio.sleep(0)
+        wire.lose("gone")
+        with pytest.raises(CapacityError, match="gone"):
+            await saving
+        assert sessions.held() == {"monday": 4}
+        # Its file is looked for again by the engine that takes the place.
+        (tmp_path / "monday.safetensors").write_bytes(b"x")
+        for starts in (1, 2):
+            wire.tell(Started(info=INFO))
+            wire.sent.clear()
+            for _ in range(2):
+                opening = asyncio.ensure_future(sessions.open("monday"))
+                while not (wire.sent or opening.done()):
+                    await asyncio.sleep(0)
+                if not opening.done():
+                    wire.tell(
+                        SessionDone(job_id=wire.sent[0].job_id, kind="transfer", failure="no")
+                    )
+                await opening
+            assert len(wire.sent) == 1, starts
+
+    asyncio.run(check())
+
+
+def test_the_memory_of_names_is_bounded(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, EngineClient(Wire()))
+    for number in range(300):
+        sessions.note(f"s{number}", work(), [1])
+    assert len(sessions.held()) == 256 and "s299" in sessions.held() and "s0" not in sessions.held()
+
+
+def test_what_an_earlier_run_left_half_written_is_removed(tmp_path: Path) -> None:
+    half = tmp_path / ".monday.safetensors.17.part"
+    half.write_bytes(b"x")
+    Sessions(tmp_path, EngineClient(Wire()))
+    assert not half.exists()
+    with pytest.raises(ConfigError, match="folder of sessions"):
+        Sessions(Path("/dev/null/x"), EngineClient(Wire()))

@@ -18,6 +18,7 @@ _FLAG: dict[str, Any] = {"type": "boolean"}
 _SOME: dict[str, Any] = {"type": "string", "minLength": 1}
 _ANY: dict[str, Any] = {"type": "object"}
 _MOST = 2**31 - 1
+_COUNTED = ("messages", "system")  # what the number of prompt tokens depends on
 
 
 def _whole(low: int, high: int) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def _sampling() -> dict[str, Any]:
 def _chat(names: Sequence[str]) -> dict[str, Any]:
     message = {
         "type": "object",
-        "required": ["role", "content"],
+        "required": ["role"],
         "properties": {
             "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
             "content": {
@@ -134,7 +135,7 @@ def _responses(names: Sequence[str]) -> dict[str, Any]:
 def _messages(names: Sequence[str], *, needs_budget: bool = True) -> dict[str, Any]:
     message = {
         "type": "object",
-        "required": ["role", "content"],
+        "required": ["role"],
         "properties": {
             "role": {"enum": ["user", "assistant", "system"]},
             "content": {"anyOf": [_TEXT, {"type": "null"}]},
@@ -147,7 +148,9 @@ def _messages(names: Sequence[str], *, needs_budget: bool = True) -> dict[str, A
         "max_tokens": _whole(1, _MOST),
         "stream": _FLAG,
     }
-    return _object(["messages", "max_tokens"] if needs_budget else ["messages"], properties)
+    if not needs_budget:
+        return _object(["messages"], {name: properties[name] for name in _COUNTED})
+    return _object(["messages", "max_tokens"], properties)
 
 
 def _post(summary: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +178,7 @@ def _session(method: str, summary: str) -> dict[str, Any]:
     name = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"}
     answers = {
         "200": {"description": "done"},
-        "400": {"description": "the name is none"},
+        "400": {"description": "the name or the body is none"},
         "404": {"description": "there is no such session, or the server keeps none"},
         "409": {"description": "the file does not fit this server, or nothing is cached"},
         "415": {"description": "the body is not JSON"},

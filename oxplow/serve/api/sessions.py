@@ -15,10 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from oxplow.errors import OxplowError, TransferError
-from oxplow.serve.api.endpoint import json_response
+from oxplow.serve.api.endpoint import json_response, read_body
 from oxplow.serve.api.errors import ApiError, api_error, unavailable
 from oxplow.serve.api.service import Service
 from oxplow.serve.engine_port import SessionDone
+from oxplow.serve.prepare.fields import parse_object
 from oxplow.serve.sessions import Sessions
 
 __all__ = ["list_sessions", "load_session", "save_session", "show_session"]
@@ -54,7 +55,7 @@ async def show_session(request: Request) -> Response:
 async def save_session(request: Request) -> Response:
     """Save what the caches hold of a session to its file."""
     sessions = _sessions(request)
-    _ask_for_json(request)
+    await _ask_for_json(request)
     name = request.path_params["name"]
     try:
         return json_response(_done(name, await sessions.save(name)))
@@ -65,7 +66,7 @@ async def save_session(request: Request) -> Response:
 async def load_session(request: Request) -> Response:
     """Take a session's file into the prefix cache."""
     sessions = _sessions(request)
-    _ask_for_json(request)
+    await _ask_for_json(request)
     name = request.path_params["name"]
     try:
         return json_response(_done(name, await sessions.load(name)))
@@ -82,10 +83,16 @@ def _sessions(request: Request) -> Sessions:
     return service.sessions
 
 
-def _ask_for_json(request: Request) -> None:
+async def _ask_for_json(request: Request) -> None:
+    """Refuse a body that is no JSON object; there is nothing to choose in it yet."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "the content type must be application/json", code="invalid_value")
+    service: Service = request.app.state.service
+    try:
+        parse_object(await read_body(request, service))
+    except OxplowError as error:
+        raise api_error(error) from error
 
 
 def _told(request: Request, error: OxplowError) -> ApiError:
