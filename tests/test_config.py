@@ -234,3 +234,21 @@ def test_length_beyond_the_model_is_refused() -> None:
 def test_length_must_come_from_somewhere() -> None:
     with pytest.raises(ConfigError, match="the model states none"):
         resolve(RuntimeConfig(), Facts(physical_cores=1))
+
+
+@pytest.mark.parametrize(
+    ("env", "threads", "told"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, 3, "env OMP_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "4,2"}, 4, "env OMP_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "many"}, None, "default"),
+        ({"OMP_NUM_THREADS": "0"}, None, "default"),
+        ({"OMP_NUM_THREADS": "3", "OXPLOW_COMPUTE_THREADS": "2"}, 2, "env OXPLOW_COMPUTE_THREADS"),
+    ],
+)
+def test_omp_num_threads_counts_where_nothing_closer_does(
+    env: dict[str, str], threads: int | None, told: str
+) -> None:
+    loaded = load(env=env)
+    assert loaded.runtime.compute.threads == threads
+    assert origin(loaded, "compute.threads") == told

@@ -2,7 +2,8 @@
 
 Owns the only reads of configuration files and of the environment in the package. It must not decide
 anything: that is `resolve`. Later wins: default, file (`--config` or OXPLOW_CONFIG), OXPLOW_*
-variable, override.
+variable, override. OMP_NUM_THREADS counts as `compute.threads` where no file or OXPLOW_* variable
+sets that.
 Invariant: a value is checked where it enters and keeps its origin; an unknown key is refused with
 the nearest name.
 """
@@ -34,6 +35,7 @@ __all__ = ["LoadedConfig", "Setting", "load_config"]
 
 ENV_PREFIX = "OXPLOW_"
 ENV_FILE = "OXPLOW_CONFIG"
+_OMP = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,8 @@ def load_config(
         given[_known(key, f"file {path}")] = (value, f"file {path}")
     for key, value, origin in _env_items(env):
         given[_known(key, origin)] = (value, origin)
+    if "compute.threads" not in given and (threads := _omp_threads(env)) is not None:
+        given["compute.threads"] = (threads, f"env {_OMP}")
     for key, value in (overrides or {}).items():
         if value is not None:
             given[_known(key, override_origin)] = (value, override_origin)
@@ -153,6 +157,12 @@ def _env_items(env: Mapping[str, str]) -> list[tuple[str, str, str]]:
                 "unknown variable", got=name, wanted=_nearest(name, names), where="environment"
             )
     return items
+
+
+def _omp_threads(env: Mapping[str, str]) -> int | None:
+    """Return what OMP_NUM_THREADS says of the outermost level; None where it says nothing."""
+    first = env.get(_OMP, "").partition(",")[0].strip()
+    return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else None
 
 
 def _build(given: Mapping[str, tuple[object, str]]) -> LoadedConfig:

@@ -49,7 +49,7 @@ class ComputeConfig:
     )
     threads: int | None = field(
         default=None,
-        metadata={"doc": "intra-op CPU threads; unset: one per physical core"},
+        metadata={"doc": "CPU threads; unset: OMP_NUM_THREADS, else one per physical core"},
     )
 
     def __post_init__(self) -> None:

@@ -46,11 +46,11 @@ class Finding:
     mend: str = ""
 
 
-def examine(folder: Path) -> list[Finding]:
+def examine(folder: Path, threads: int | None = None) -> list[Finding]:
     """Run every check; `folder` is where logs and caches would be written."""
     found = [judge_python(sys.version_info[:3]), judge_torch(_version("torch"))]
     if found[-1].verdict != "fail":
-        found += _ask_torch()
+        found += _ask_torch(threads)
     found += [_required(name) for name in _REQUIRED]
     found += [_optional(name, use) for name, use in _OPTIONAL.items()]
     found.append(judge_memory(machine.available_memory_bytes()))
@@ -132,8 +132,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _ask_torch() -> list[Finding]:
-    """Import torch and ask it for threads and devices."""
+def _ask_torch(threads: int | None) -> list[Finding]:
+    """Import torch and ask it for devices; `threads` None: one per physical core."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -143,7 +143,7 @@ def _ask_torch() -> list[Finding]:
     capability = torch.backends.cpu.get_cpu_capability()
     told = ", ".join(devices) if devices else f"none; the CPU ({capability}) carries everything"
     return [
-        judge_threads(torch.get_num_threads(), machine.physical_cores()),
+        judge_threads(threads or machine.physical_cores(), machine.physical_cores()),
         Finding(check="accelerators", verdict="ok" if devices else "note", found=told),
     ]
 

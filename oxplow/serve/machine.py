@@ -6,6 +6,7 @@ Invariant: a question that this system cannot answer gives None, never a guess.
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "devices_that_answer",
     "free_disk_bytes",
     "physical_cores",
+    "process_age_s",
     "shared_memory_bytes",
     "usable_cores",
 ]
@@ -85,3 +87,13 @@ def devices_that_answer() -> tuple[str, ...]:
     current = torch.accelerator.current_accelerator()
     kind = current.type if current is not None else "cuda"
     return tuple(f"{kind}:{index}" for index in range(torch.accelerator.device_count()))
+
+
+def process_age_s() -> float | None:
+    """Return how long ago this process was started; None where the system does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks = os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / ticks

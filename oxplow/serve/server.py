@@ -23,15 +23,17 @@ import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from oxplow.engine.request import SamplingParams
 from oxplow.errors import ConfigError, OxplowError
 from oxplow.serve.api.app import build_app
 from oxplow.serve.api.metrics import Metrics
 from oxplow.serve.api.service import Limits, Service
-from oxplow.serve.engine_port import Core
+from oxplow.serve.engine_port import Core, Work, pack_ids
 from oxplow.serve.engine_settings import EngineSettings
 from oxplow.serve.link.client import EngineClient, Transport
 from oxplow.serve.link.local import ThreadTransport
 from oxplow.serve.link.process import ProcessTransport
+from oxplow.serve.machine import process_age_s
 from oxplow.serve.model_files import read_model_files
 from oxplow.serve.prepare.prepared import PrepareSettings
 from oxplow.serve.sessions import Sessions
@@ -41,6 +43,8 @@ from oxplow.serve.workers import WorkerPool
 __all__ = ["ServeOptions", "http_server", "open_service", "run_server"]
 
 log = logging.getLogger(__name__)
+
+_FIRST_ANSWER_S = 60.0
 
 _LEAST_SAVE_S = 10.0  # for the files of sessions, also where answers get no grace
 
@@ -119,8 +123,15 @@ def http_server(service: Service) -> uvicorn.Server:
     return _Server(config)
 
 
-async def run_server(options: ServeOptions, on_ready: Callable[[Service, str], None]) -> None:
-    """Serve until a signal comes; `on_ready` gets the service and its address."""
+async def run_server(
+    options: ServeOptions, on_ready: Callable[[Service, str, float], None]
+) -> None:
+    """Serve until a signal comes; `on_ready` gets the service, its address, and the seconds from
+    the start of the process to the first answer, of one token, that the engine has given.
+
+    Raises ConfigError, WeightError, or OxplowError where the engine failed for good.
+    """
+    began = time.monotonic() - (process_age_s() or 0.0)
     listener = _listen(options)
     loop = asyncio.get_running_loop()
     leave, hurry = asyncio.Event(), asyncio.Event()
@@ -141,7 +152,7 @@ async def run_server(options: ServeOptions, on_ready: Callable[[Service, str], N
     service = opening.result()
     server = http_server(service)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    on_ready(service, _address(listener, options.host))
+    on_ready(service, _address(listener, options.host), await _first_answer(service, began))
     gone = asyncio.ensure_future(service.engine.is_gone.wait())
     await asyncio.wait({serving, leaving, gone}, return_when=asyncio.FIRST_COMPLETED)
     await _take_down(service, hurry)
@@ -152,6 +163,25 @@ async def run_server(options: ServeOptions, on_ready: Callable[[Service, str], N
             "the engine failed; it shares a process with the server, so it cannot be restarted",
             wanted="a new start; without --inprocess a failed engine is replaced",
         )
+
+
+async def _first_answer(service: Service, began: float) -> float:
+    """Let the engine answer once, so that the first client does not pay for what is made on first
+    use; return the seconds since `began`.
+    """
+    work = Work(
+        request_id="first-answer",
+        prompt=pack_ids([0]),
+        params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        reuse_prefix=False,
+    )
+    ticket = service.engine.submit(work)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_FIRST_ANSWER_S):
+            while await ticket.next_deltas():
+                continue
+    service.engine.close_ticket(ticket)
+    return time.monotonic() - began
 
 
 async def _take_down(service: Service, hurry: asyncio.Event) -> None:

@@ -55,7 +55,7 @@ def test_this_machine_is_fit_to_run_the_tests() -> None:
 
 def test_failed_check_gives_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = [doctor.judge_torch(None)]
-    monkeypatch.setattr(doctor, "examine", lambda folder: broken)
+    monkeypatch.setattr(doctor, "examine", lambda folder, threads: broken)
     shown = CliRunner().invoke(cli.app, ["doctor", "--json"])
     assert shown.exit_code == 1
     assert json.loads(shown.output)["failed"] == ["torch"]
@@ -116,3 +116,14 @@ def test_system_that_tells_no_memory_gives_none(tmp_path: Path) -> None:
 
 def test_disk_of_an_absent_folder_is_not_guessed(tmp_path: Path) -> None:
     assert machine.free_disk_bytes(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "OXPLOW_COMPUTE_THREADS"])
+def test_doctor_judges_the_threads_that_the_server_would_take(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv(name, "777")
+    shown = CliRunner().invoke(cli.app, ["doctor", "--json"])
+    (threads,) = (f for f in json.loads(shown.output)["findings"] if f["check"] == "threads")
+    assert threads["found"].startswith("777 of ") and threads["verdict"] == "warn"

@@ -100,7 +100,9 @@ def start_program(model_dir: Path, grace_s: int) -> tuple[subprocess.Popen[str],
     assert program.stdout is not None
     line = program.stdout.readline()
     assert line, program.stderr.read() if program.stderr else ""
-    return program, json.loads(line)["url"]
+    told = json.loads(line)
+    assert 0.1 < told["first_answer_s"] < 60
+    return program, told["url"]
 
 
 def children_of(pid: int) -> list[int]:
@@ -157,6 +159,9 @@ def test_a_second_signal_hurries(model_dir: Path) -> None:
         program.send_signal(signal.SIGINT)
         assert "[DONE]" in "".join(lines)
     assert program.wait(20) == 0
+    assert program.stderr is not None
+    said = program.stderr.read()
+    assert "1 request may finish within 60 s; a second Ctrl-C ends them now" in said
 
 
 @pytest.mark.slow

@@ -192,9 +192,7 @@ def test_a_failed_engine_in_one_process_says_so_and_ends_the_server(tmp_path: Pa
         assert server.service.engine.is_gone.is_set()
 
     async def serve() -> None:
-        await run_server(
-            options_on_any_port(chosen), lambda service, url: service.engine.submit(work("r", 1))
-        )
+        await run_server(options_on_any_port(chosen), lambda *ready: None)
 
     with pytest.raises(OxplowError, match="cannot be restarted"):
         asyncio.run(serve())

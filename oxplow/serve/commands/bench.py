@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from oxplow.config import Facts, LoadedConfig, RuntimeConfig, resolve
 from oxplow.errors import ConfigError
-from oxplow.serve.console import AsJson, report
+from oxplow.serve.console import AsJson, report, session
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,10 @@ Model = Annotated[str, typer.Option(help="Checkpoint directory, or `nano` for th
 Weights = Annotated[
     str, typer.Option(help="Format of plain weights in memory: stored, fp32, bf16.")
 ]
-Threads = Annotated[int, typer.Option(min=1, help="Compute threads of both sides.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="Compute threads of both sides; compute.threads or 1 if none."),
+]
 Peer = Annotated[str | None, typer.Option(help="Compare with this engine: transformers.")]
 Pairs = Annotated[int, typer.Option(min=3, help="Interleaved rounds.")]
 Append = Annotated[Path | None, typer.Option(help="Append the record to this JSONL file.")]
@@ -53,6 +57,7 @@ class _Asked:
     kind: str
     model: str
     weights: str
+    loaded: LoadedConfig
     threads: int
     peer: str | None
     prompt_tokens: int
@@ -75,9 +80,10 @@ class _Asked:
 
 
 def _decode(
+    ctx: typer.Context,
     model: Model = "nano",
     weights: Weights = "stored",
-    threads: Threads = 1,
+    threads: Threads = None,
     peer: Peer = None,
     context: Annotated[int, typer.Option(min=1, help="Prompt tokens before decoding.")] = 64,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded per round.")] = 32,
@@ -86,12 +92,14 @@ def _decode(
     as_json: AsJson = False,
 ) -> None:
     """Time greedy decoding of one request: tokens per second, share of the byte floor."""
+    loaded = session(ctx).load({"compute.threads": threads} if threads else None)
     _run(
         _Asked(
+            loaded=loaded,
             kind="decode",
             model=model,
             weights=weights,
-            threads=threads,
+            threads=loaded.runtime.compute.threads or 1,
             peer=peer,
             prompt_tokens=context,
             new_tokens=tokens,
@@ -103,9 +111,10 @@ def _decode(
 
 
 def _prefill(
+    ctx: typer.Context,
     model: Model = "nano",
     weights: Weights = "stored",
-    threads: Threads = 1,
+    threads: Threads = None,
     peer: Peer = None,
     tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 512,
     pairs: Pairs = 7,
@@ -113,12 +122,14 @@ def _prefill(
     as_json: AsJson = False,
 ) -> None:
     """Time the prefill of one prompt from empty caches; prints prompt tokens per second."""
+    loaded = session(ctx).load({"compute.threads": threads} if threads else None)
     _run(
         _Asked(
+            loaded=loaded,
             kind="prefill",
             model=model,
             weights=weights,
-            threads=threads,
+            threads=loaded.runtime.compute.threads or 1,
             peer=peer,
             prompt_tokens=tokens,
             new_tokens=0,
@@ -137,7 +148,9 @@ def _run(asked: _Asked) -> None:
     if asked.peer not in (None, "transformers"):
         raise ConfigError("unknown peer", got=asked.peer, wanted="transformers")
     torch.set_num_threads(asked.threads)
-    directory, ops, dtype = _directory(asked.model), _table(), _weight_dtype(asked.weights)
+    directory = _directory(asked.model)
+    ops = _table(asked.loaded.runtime, directory)
+    dtype = _weight_dtype(asked.weights)
     plan = bench.BenchPlan(
         prompt_tokens=asked.prompt_tokens, new_tokens=asked.new_tokens, pairs=asked.pairs
     )
@@ -165,16 +178,18 @@ def _directory(model: str) -> Path:
     return default_model() if model == "nano" else Path(model)
 
 
-def _table() -> OpTable:
-    import torch
+def _table(runtime: RuntimeConfig, directory: Path) -> OpTable:
+    """Choose kernels as the server would: device, dtype and wishes are settings."""
+    from oxplow.serve.kernel_choice import chosen_kernels
+    from oxplow.serve.machine import devices_that_answer, physical_cores
+    from oxplow.serve.model_files import read_model_files
 
-    from oxplow.contracts import CONTRACTS
-    from oxplow.ops.kernels import builtin_kernels
-    from oxplow.ops.table import Facts, select
-
-    has_gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if has_gpu else ("cpu", torch.float32)
-    return select(builtin_kernels(), CONTRACTS, Facts(device=torch.device(device), dtype=dtype))
+    facts = Facts(
+        physical_cores=physical_cores(),
+        devices=devices_that_answer(),
+        model_max_len_tokens=read_model_files(directory).max_positions,
+    )
+    return chosen_kernels(resolve(runtime, facts), runtime)
 
 
 def _weight_dtype(weights: str) -> torch.dtype | None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from oxplow.serve.console import AsJson, report
+from oxplow.serve.console import AsJson, report, session
 
 __all__ = ["register"]
 
@@ -21,6 +21,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _doctor(
+    context: typer.Context,
     folder: Annotated[
         Path, typer.Option("--folder", help="Where logs and caches would be written.")
     ] = Path(),
@@ -29,7 +30,8 @@ def _doctor(
     """Check Python, torch, threads, devices, packages, memory and disk."""
     from oxplow.serve.doctor import examine
 
-    findings = examine(folder.resolve())
+    threads = session(context).load().runtime.compute.threads
+    findings = examine(folder.resolve(), threads)
     failed = [f.check for f in findings if f.verdict == "fail"]
     report(
         ("check", "verdict", "found", "how to mend it"),

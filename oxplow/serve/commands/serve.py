@@ -48,7 +48,7 @@ def _serve(context: typer.Context, given: Given, *, inprocess: bool, as_json: bo
     loaded = session(context).load(flags)
     start_logging(loaded.runtime.log)
     options = serve_options(loaded)
-    asyncio.run(run_server(options, lambda service, url: _tell(service, url, as_json=as_json)))
+    asyncio.run(run_server(options, lambda *ready: _tell(*ready, as_json=as_json)))
 
 
 def serve_options(loaded: LoadedConfig) -> "ServeOptions":
@@ -83,17 +83,19 @@ def _words(text: str | None) -> tuple[str, ...]:
     return tuple(w.strip() for w in (text or "").split(",") if w.strip())
 
 
-def _tell(service: "Service", url: str, *, as_json: bool) -> None:
-    """Print what runs and how to talk to it."""
+def _tell(service: "Service", url: str, first_s: float, *, as_json: bool) -> None:
+    """Print what runs, how to talk to it, and how long it took to the first answer."""
     info, names = service.engine.info, service.prepare.names
     if as_json:
         record = {"url": url, "models": names, "max_model_len": info.max_model_len}
+        record["first_answer_s"] = round(first_s, 3)
         sys.stdout.write(json.dumps({**record, "plan": info.lines}) + "\n")
     else:
         for line in info.lines:
             sys.stdout.write(line + "\n")
         body = {"model": names[0], "messages": [{"role": "user", "content": "Hello"}]}
         sys.stdout.write(
+            f"first answer {first_s:.1f} s after the start\n"
             f"serving {', '.join(names)} at {url} (chat page: {url}/, numbers: {url}/metrics)\n"
             f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
             f" -d '{json.dumps(body)}'\n"
