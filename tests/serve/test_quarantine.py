@@ -180,6 +180,7 @@ def fails(settings: object) -> object:
     return core
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failed_engine_in_one_process_says_so_and_ends_the_server(tmp_path: Path) -> None:
     folder = write_model_files(tmp_path)
     chosen = options(folder, factory="tests.serve.test_quarantine:fails")

@@ -7,7 +7,7 @@ Invariant: when the thread ends other than by draining, the front is told.
 from __future__ import annotations
 
 import asyncio
-import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -17,8 +17,6 @@ from oxplow.serve.engine_port import Command, Core, EngineEvent
 from oxplow.serve.link.driver import Driver
 
 __all__ = ["ThreadTransport"]
-
-log = logging.getLogger(__name__)
 
 _BEAT_S = 0.2  # costs a call, not a message
 _T = TypeVar("_T")
@@ -45,15 +43,13 @@ class ThreadTransport:
         self._driver = driver
 
         def turn() -> None:
-            reason = "its thread ended"
             try:
                 driver.run()
-            except Exception as error:  # whatever it was, the front must be told
-                log.exception("the engine's thread failed")
-                reason = str(error) if isinstance(error, OxplowError) else repr(error)
-            finally:
+            finally:  # the fault itself goes on, to the thread's own report
                 if not driver.is_done:
-                    _cross(loop, on_lost, reason)
+                    error = sys.exception()
+                    told = str(error) if isinstance(error, OxplowError) else repr(error)
+                    _cross(loop, on_lost, told)
 
         self._thread = threading.Thread(target=turn, name="engine", daemon=True)
         self._thread.start()
