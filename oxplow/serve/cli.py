@@ -7,6 +7,7 @@ is a bug of ours.
 """
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,8 @@ from oxplow.serve.console import Session, report_error
 from oxplow.trace import open_log
 
 __all__ = ["app", "main", "start_logging"]
+
+_INTERRUPTED = 130  # as shells tell an interrupt, and typer too
 
 app = typer.Typer(
     name="oxplow",
@@ -89,9 +92,18 @@ def start_logging(config: LogConfig, *, rank: int = 0) -> None:
 
 
 def main() -> None:
-    """Run the program and exit: 0 done, 1 a check failed, 2 wrong use or an expected failure."""
+    """Run the program and exit.
+
+    0: done. 1: a check failed. 2: wrong use or an expected failure. 130: interrupted.
+    """
     try:
         app()
+    except SystemExit as ended:
+        if ended.code != _INTERRUPTED:
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_INTERRUPTED)  # a thread that reads a checkpoint would hold the interpreter back
     except OxplowError as error:
         report_error(error, as_json="--json" in sys.argv)
         raise SystemExit(2) from error

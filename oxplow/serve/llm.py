@@ -35,6 +35,7 @@ from oxplow.serve.sessions import Sessions, check_name
 
 __all__ = ["LLM", "Piece", "open_llm"]
 
+_SETTLE_S = 5.0
 _T = TypeVar("_T")
 Message = Mapping[str, Any]
 
@@ -77,6 +78,7 @@ class LLM:
             self._service = self._wait(open_service(options))
         finally:
             if self._service is None:
+                self._settle()
                 self._stop_loop()
 
     def chat(
@@ -187,6 +189,16 @@ class LLM:
         if self._service is None:
             raise RequestError("this LLM is closed")
         return self._service
+
+    def _settle(self) -> None:
+        """Let what was cancelled unwind, for a few seconds at most."""
+
+        async def others_end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            if others:
+                await asyncio.wait(others, timeout=_SETTLE_S)
+
+        self._begun(others_end()).result()
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

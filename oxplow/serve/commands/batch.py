@@ -74,31 +74,30 @@ def _batch(
     A request that fails is written with its error, and is asked again with --retry-failed only.
     Exit code: 0 every line has its answer, 1 some failed, now or before, 130 interrupted.
     """
-    from oxplow.serve.batch import BatchReport, read_items, run_batch
+    from oxplow.serve.batch import BatchReport, read_answers, read_items, run_batch
     from oxplow.serve.llm import open_llm
 
     items = read_items(source)
     if source.exists() and output.exists() and source.samefile(output):
         raise ConfigError("input and output are one file", got=source)
     done = BatchReport(total=len(items))
-    is_interrupted = False
-    with open_llm(session(context).load(given)) as llm:
-        work = run_batch(
-            items, output, llm, done, concurrency=concurrency, retries_failed=retry_failed
-        )
-        try:
+    try:
+        with open_llm(session(context).load(given)) as llm:
+            work = run_batch(
+                items, output, llm, done, concurrency=concurrency, retries_failed=retry_failed
+            )
             asyncio.run(_watched(work, done, progress_s))
-        except KeyboardInterrupt:
-            is_interrupted = True
-    if is_interrupted:
+    except KeyboardInterrupt as interrupt:
+        found = read_answers(output)
+        held = sum(item.name in found for item in items)
         sys.stderr.write(
-            f"interrupted: {done.done} of {done.total} lines are in {output};"
+            f"interrupted: {held} of {len(items)} lines are in {output};"
             f" start the same command again to go on\n"
         )
         if as_json:
             told = {**asdict(done), "output": str(output), "interrupted": True}
             sys.stdout.write(json.dumps(told) + "\n")
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(_INTERRUPTED) from interrupt
     report(
         ("asked", "skipped", "failed", "failed before", "completion tokens"),
         [(done.asked, done.skipped, done.failed, done.failed_before, done.completion_tokens)],
