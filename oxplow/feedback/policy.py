@@ -55,8 +55,13 @@ class Toolbox(Protocol):
         ...
 
     @property
+    def surroundings(self) -> Sequence[Instrument]:
+        """Return what compares the surroundings: told first, a suspect, never the whole answer."""
+        ...
+
+    @property
     def first(self) -> Sequence[Instrument]:
-        """Return what is always looked at first, in order: the environment, then the ladder."""
+        """Return what is looked at next, in order, as far as it is always worth it."""
         ...
 
     @property
@@ -239,6 +244,8 @@ def diagnose(
     search = _Search(toolbox, budget_s, tell)
     waiting = list(toolbox.instruments)
     chosen = order or ByValue()
+    for instrument in toolbox.surroundings:
+        search.use(instrument)
     for instrument in toolbox.first:
         for failure in search.use(instrument)[:1]:
             found = _pursue(search, failure)
@@ -312,8 +319,11 @@ def _report(search: _Search, symptom: str, finding: Finding, confirmed: bool) ->
 
 def _no_fault(search: _Search, symptom: str) -> Diagnosis:
     wall, cpu = search.spent
-    unsure = [f for f in search.findings if f.verdict in (Verdict.INCONCLUSIVE, Verdict.INVALID)]
-    failed = [f for f in search.findings if f.verdict is Verdict.FAIL]
+    around = {i.name for i in search.toolbox.surroundings}
+    judged = [f for f in search.findings if f.probe not in around]
+    changed = [f for f in search.findings if f.probe in around and f.verdict is Verdict.FAIL]
+    unsure = [f for f in judged if f.verdict is Verdict.INCONCLUSIVE]
+    failed = [f for f in judged if f.verdict is Verdict.FAIL]
     is_clean = not (search.is_late or unsure or failed)
     summary = "every suspect was cleared"
     if search.is_late:
@@ -321,11 +331,14 @@ def _no_fault(search: _Search, symptom: str) -> Diagnosis:
     elif failed:
         summary = f"something fails, but whom it blames was cleared: {failed[-1].summary}"
     elif unsure:
-        summary = f"{len(unsure)} probes could not judge, first {unsure[0].probe}"
+        summary = f"{len(unsure)} probes could not judge, first: {unsure[0].summary}"
+    if changed:
+        summary += f"; the surroundings changed: {changed[0].summary}"
     return Diagnosis(
         symptom=symptom,
         verdict=Verdict.PASS if is_clean else Verdict.INCONCLUSIVE,
         summary=summary,
+        suspects=tuple(f.locus for f in changed),
         findings=tuple(search.findings),
         steps=tuple(search.steps),
         left=dict(search.suspicion.ranked()),

@@ -1,10 +1,10 @@
 """Audits: parts of the engine that hold a rule, watched at work by an independent second opinion.
 
-Owns one audit for each part: step tensors against the plain builder, sampling settings against the
-rows' own, kept states against a recomputation, block counts against a shadow book, look-ups against
-what was just served. Knows the engine's public parts and hooks them on one instance; it never
-changes what they do. Invariant: an audit names the function whose answer broke the rule, and passes
-on any engine that keeps it, however it is written.
+Owns the table of audits and those of a step: its tensors against the plain builder, pictures
+against a fresh encoding, sampling settings against the rows' own; `cache_audits` owns the rest.
+Knows the engine's public parts and hooks them on one instance; it never changes what they do.
+Invariant: an audit names the function whose answer broke the rule, and passes on any engine that
+keeps it, however it is written.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oxplow.cache.manager import Holding, MissReason
+from oxplow.cache.manager import Holding
 from oxplow.engine.batch import Batch, LogitRow
 from oxplow.engine.core import EngineCore
-from oxplow.engine.manifest import Manifest
 from oxplow.engine.request import Picture, SamplingParams
 from oxplow.engine.steps import StepPlan
-from oxplow.errors import ContractError, OxplowError
+from oxplow.errors import OxplowError
 from oxplow.feedback.finding import Effect, Finding, Locus, Verdict
 from oxplow.model.step import SequenceRows, build_step
+from oxplow.serve.cache_audits import (
+    Wrong,
+    block_counts,
+    handover,
+    hook,
+    is_close,
+    kept_states,
+    lookups,
+)
 from oxplow.serve.workbench import BLOCK, Workbench, ask, run
 
 __all__ = ["AUDITS", "audit"]
-
-_CLOSE = 1e-3  # relative: states of two runs of one path differ in last bits at most
-_HIT_SHARE = 0.8
-
-Wrong = tuple[Locus, str]
-"""Where a rule was broken, and how."""
 
 
 def audit(name: str, bench: Workbench, repro: str) -> Finding:
@@ -66,11 +68,6 @@ def audit(name: str, bench: Workbench, repro: str) -> Finding:
 
 class _NotHereError(Exception):
     """The audit has nothing to look at on this model."""
-
-
-def _hook(owner: object, name: str, make: Callable[[Any], Any]) -> None:
-    """Let `make(method)` stand for a method of one object."""
-    setattr(owner, name, make(getattr(owner, name)))
 
 
 # Step tensors.
@@ -126,7 +123,7 @@ def _watch_batches(core: EngineCore, fresh: Mapping[str, Tensor]) -> list[Wrong]
 
         return watched
 
-    _hook(core.runner.batches, "build", hooked)
+    hook(core.runner.batches, "build", hooked)
     return wrong
 
 
@@ -185,7 +182,7 @@ def _wrong_rows(core: EngineCore, picture: Picture, fresh: Mapping[str, Tensor])
     if wanted is None or not core.encoder.is_resident(picture):
         return
     kept = core.encoder.rows(picture)
-    if kept.shape != wanted.shape or not _is_close(kept, wanted):
+    if kept.shape != wanted.shape or not is_close(kept, wanted):
         locus = Locus(component="engine.encoder", op="rows", parameter="content_hash")
         yield locus, f"what is kept for {picture.span.content_hash} is not its encoding"
 
@@ -218,7 +215,7 @@ def _sampling(bench: Workbench) -> list[Wrong]:
 
         return watched
 
-    _hook(core.runner.sampler, "draw", hooked)
+    hook(core.runner.sampler, "draw", hooked)
     settings = [(0.0, 0, 1), (1.5, 5, 2), (0.7, 0, 3), (1.0, 40, 4)]
     steps = 0
 
@@ -265,163 +262,13 @@ def _wrong_settings(
             yield locus, f"rows were drawn with the {name} of others: {got}, wanted {values}"
 
 
-# Kept states.
-
-
-def _kept_states(bench: Workbench) -> list[Wrong]:
-    """The state kept for a prompt's prefix, against a recomputation that reuses nothing."""
-    text = bench.prompt(5 * BLOCK + 3)
-    points: dict[int, Manifest] = {}
-    plain = bench.core(budget=BLOCK)
-
-    def keep(events: object) -> None:
-        try:
-            manifest = plain.export("plain")
-        except OxplowError:  # it has ended
-            return
-        points.setdefault(manifest.computed_tokens, manifest)
-
-    run(plain, [ask("plain", text, 2, reuse=False)], after_step=keep)
-    core = bench.core(budget=BLOCK)
-    run(core, [ask("first", text, 2)])
-    wrong: list[Wrong] = []
-    for length in (len(text), 3 * BLOCK + 2):
-        try:
-            kept = core.export_prefix(text[:length])
-        except OxplowError:
-            continue  # nothing is kept: the look-up's audit judges that
-        wrong += _wrong_state(core, kept, points)
-    return wrong
-
-
-def _wrong_state(core: EngineCore, kept: Manifest, points: Mapping[int, Manifest]) -> list[Wrong]:
-    tokens = kept.computed_tokens
-    truth = points.get(tokens)
-    if truth is None:
-        raise ContractError("the plain run has no state there", got=tokens, wanted=sorted(points))
-    slots = [e.key for e in kept.components if e.per == "slot"]
-    blocks = [e.key for e in kept.components if e.per != "slot"]
-    bad = [k for k in slots if not _is_close(kept.tensors[k], truth.tensors[k])]
-    if not bad:
-        worse = [k for k in blocks if not _is_close(kept.tensors[k], truth.tensors[k])]
-        locus = Locus(component="cache.prefix", op="publish", parameter="block")
-        return [(locus, f"cached blocks differ: {worse[0]}")] if worse else []
-    for other, point in points.items():
-        if other != tokens and all(_is_close(kept.tensors[k], point.tensors[k]) for k in slots):
-            locus = Locus(component="cache.prefix", op="snapshot", parameter="position")
-            return [(locus, f"the state kept for {tokens} tokens is that of {other}")]
-    locus = Locus(component="cache.prefix", op="snapshot", parameter="state")
-    empty = all(not kept.tensors[k].any() for k in slots)
-    what = "was never written" if empty else "is no state of this text"
-    return [(locus, f"the state kept for {tokens} tokens {what}: {bad[0]}")]
-
-
-# Blocks.
-
-
-def _block_counts(bench: Workbench) -> list[Wrong]:
-    """Requests that share a prefix and end one after another, against a book of references."""
-    core = bench.core(blocks=24, slots=3)
-    pool = core.cache.blocks
-    book: dict[int, int] = {}
-    wrong: list[Wrong] = []
-
-    def watch(name: str, note: Callable[[tuple[Any, ...], Any], None]) -> None:
-        def hooked(method: Callable[..., Any]) -> Callable[..., Any]:
-            def watched(*args: Any) -> Any:
-                args = tuple(list(a) if isinstance(a, Iterable) else a for a in args)
-                result = method(*args)
-                note(args, result)
-                for block in range(pool.num_blocks):
-                    have, want = pool.references(block), book.get(block, 0)  # type: ignore[arg-type]
-                    if have != want:
-                        locus = Locus(component="cache.blocks", op=name, parameter="references")
-                        wrong.append((locus, f"block {block} has {want} holders, {have} counted"))
-                        book[block] = have
-                return result
-
-            return watched
-
-        _hook(pool, name, hooked)
-
-    def count(blocks: Iterable[int], by: int) -> None:
-        for block in blocks:
-            book[block] = book.get(block, 0) + by
-
-    watch("take", lambda args, taken: count(taken, 1))
-    watch("share", lambda args, _: count(args[0], 1))
-    watch("release", lambda args, _: count(args[0], -1))
-    head = bench.prompt(3 * BLOCK)
-    steps = 0
-
-    def later(events: object) -> None:
-        nonlocal steps
-        steps += 1
-        if steps in (3, 5):
-            core.add(ask(f"late{steps}", head + bench.prompt(5 * BLOCK, steps), 6))
-
-    run(core, [ask("first", head + bench.prompt(20, 1), 6)], after_step=later)
-    return wrong
-
-
-# Look-ups.
-
-
-def _lookups(bench: Workbench) -> list[Wrong]:
-    """A prompt served twice: the second time most of it must be found."""
-    core = bench.core()
-    text = bench.prompt(6 * BLOCK + 5)
-    run(core, [ask("first", text, 2)])
-    again = run(core, [ask("again", text, 2)])["again"]
-    reachable = (len(text) - 1) // BLOCK * BLOCK
-    if again.cached_tokens >= _HIT_SHARE * reachable:
-        return []
-    lost = "snapshot" if again.miss == MissReason.NO_SNAPSHOT.value else again.miss
-    locus = Locus(component="cache.prefix", op="lookup", parameter=lost)
-    told = f"{again.cached_tokens} of {reachable} tokens were found again; the reason: {again.miss}"
-    return [(locus, told)]
-
-
-# Hand-over.
-
-
-def _handover(bench: Workbench) -> list[Wrong]:
-    """A request exported in the middle and adopted by another core goes on as it would have."""
-    text, tokens = bench.prompt(2 * BLOCK + 7), 8
-    source = bench.core()
-    taken: list[Manifest] = []
-
-    def keep(events: object) -> None:
-        if not taken and source.book.is_live("one"):
-            manifest = source.export("one")
-            if len(manifest.token_ids) >= len(text) + tokens // 2:
-                taken.append(manifest)
-
-    whole = run(source, [ask("one", text, tokens)], after_step=keep)["one"].token_ids
-    target = bench.core()
-    target.adopt(taken[0])
-    rest = run(target, [])["one"].token_ids
-    done = len(taken[0].token_ids) - len(text)
-    if whole[done:] == rest:
-        return []
-    locus = Locus(component="engine.handover", op="adopt", parameter="token_ids")
-    return [(locus, f"the adopted request answers {rest}, the undisturbed one {whole[done:]}")]
-
-
-def _is_close(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    scale = float(other.abs().max()) if other.numel() else 0.0
-    return bool(((one - other).abs() <= _CLOSE * scale).all())
-
-
 AUDITS: Mapping[str, Callable[[Workbench], list[Wrong]]] = {
     "step-tensors": _step_tensors,
     "pictures": _pictures,
     "sampling": _sampling,
-    "kept-states": _kept_states,
-    "block-counts": _block_counts,
-    "lookups": _lookups,
-    "handover": _handover,
+    "kept-states": kept_states,
+    "block-counts": block_counts,
+    "lookups": lookups,
+    "handover": handover,
 }
 """Every audit by name."""

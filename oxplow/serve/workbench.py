@@ -45,6 +45,7 @@ class Answered:
     """What became of one request."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     cached_tokens: int = 0
     miss: str = ""
     reason: FinishReason | None = None
@@ -189,6 +190,8 @@ def _note(answers: dict[str, Answered], event: Event) -> None:
     match event:
         case TokenOut():
             told.token_ids.append(event.token_id)
+            if event.logprob is not None:
+                told.logprobs.append(event.logprob.logprob)
         case PromptDone():
             told.cached_tokens, told.miss = event.cached_tokens, event.miss
         case ChoiceEnd():

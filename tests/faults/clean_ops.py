@@ -28,7 +28,8 @@ def _wide(run: Run) -> Run:
     """Compute in float64, give back what was asked for."""
 
     def kernel(*args: Any, **named: Any) -> Any:
-        narrow = next(a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point())
+        given = (*args, *named.values())
+        narrow = next(a.dtype for a in given if isinstance(a, Tensor) and a.is_floating_point())
 
         def widened(x: Any) -> Any:
             return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -40,10 +41,13 @@ def _wide(run: Run) -> Run:
 
 
 def _copied(run: Run) -> Run:
-    """Read copies of what is only read: tensors of floating numbers named by position 0."""
+    """Read a copy of the first input, which no op here writes."""
 
-    def kernel(first: Tensor, *args: Any, **named: Any) -> Any:
-        return run(first.clone(), *args, **named)
+    def kernel(*args: Any, **named: Any) -> Any:
+        if args:
+            return run(args[0].clone(), *args[1:], **named)
+        first = next(iter(named))
+        return run(**{**named, first: named[first].clone()})
 
     return kernel
 
@@ -115,8 +119,14 @@ def _half_where_it_is_exact(run: Run) -> Run:
 def _rows_turned(run: Run) -> Run:
     """Compute the rows from last to first."""
 
-    def experts(x: Tensor, ids: Tensor, weights: Tensor, *rest: Any, **named: Any) -> Tensor:
-        return run(x.flip(0), ids.flip(0), weights.flip(0), *rest, **named).flip(0)
+    def experts(
+        x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *rest: Any, **named: Any
+    ) -> Tensor:
+        named |= {"expert_ids": expert_ids.flip(0), "expert_weights": expert_weights.flip(0)}
+        if not rest:
+            return run(x=x.flip(0), **named).flip(0)
+        ids, weights = named.pop("expert_ids"), named.pop("expert_weights")
+        return run(x.flip(0), ids, weights, *rest, **named).flip(0)
 
     return experts
 
@@ -155,7 +165,7 @@ CONTROLS = (
     Control(id="C05", title="layer_norm in float64", plant=_swap(_wide, "layer_norm")),
     Control(id="C06", title="gated_rms_norm in float64", plant=_swap(_wide, "gated_rms_norm")),
     Control(id="C07", title="swiglu in float64", plant=_swap(_wide, "swiglu")),
-    Control(id="C08", title="mhc_expand in float64", plant=_swap(_wide, "mhc_expand")),
+    Control(id="C08", title="mhc_expand refactored", plant=_swap(_named, "mhc_expand")),
     Control(id="C09", title="mhc_collapse refactored", plant=_swap(_named, "mhc_collapse")),
     Control(
         id="C10",

@@ -40,6 +40,7 @@ class _Box:
     odds: dict[str, float]
     instruments: Sequence[Instrument]
     first: Sequence[Instrument] = ()
+    surroundings: Sequence[Instrument] = ()
     sharper: Sequence[Instrument] = ()
     clears: Callable[[Finding], Finding | None] = field(default=lambda failure: None)
 
@@ -108,6 +109,20 @@ def test_whom_an_experiment_clears_is_not_blamed() -> None:
     )
     found = diagnose(box)
     assert found.verdict is Verdict.INCONCLUSIVE and found.suspects == ()
+
+
+def test_changed_surroundings_are_a_suspect_and_not_the_answer() -> None:
+    locus = Locus(component="runtime", op="environment", parameter="numpy")
+    changed = _instrument("environment", {}, Verdict.FAIL, locus=locus)
+    clean = _Box({"ops": 1}, [_instrument("a", {"ops": 1.0})], surroundings=[changed])
+    found = diagnose(clean)
+    assert found.verdict is Verdict.PASS and found.suspects == (locus,)
+    broken = _Box(
+        {"ops": 1},
+        [_instrument("a", {"ops": 1.0}, Verdict.FAIL, locus=ROUTER)],
+        surroundings=[changed],
+    )
+    assert diagnose(broken).locus == ROUTER
 
 
 def test_the_time_is_kept() -> None:
