@@ -40,7 +40,7 @@ def put_rows(memory: Tensor, index: Tensor, rows: Tensor, some: Tensor | None) -
     if len(memory) == 0:
         return
     if some is not None:
-        index = index.clamp_min(0)
+        index = index.clamp(0, len(memory) - 1)  # of a block that holds no token: anything
         rows = torch.where(some, rows, memory.index_select(0, index))
     memory.index_copy_(0, index, rows)
 
