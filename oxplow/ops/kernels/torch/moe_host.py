@@ -1,5 +1,4 @@
-"""The mixture of experts for few rows on a CPU: routing in plain numbers, picked weights side by
-side.
+"""Experts for few rows on a CPU: routing in plain numbers, picked weights side by side.
 
 Owns the forms for few rows; `moe` does the rest. Knows the contracts' names and shapes, no model.
 Invariant: weights of experts that nobody picked are never read.
