@@ -4,12 +4,13 @@ Owns the examination: fresh inputs in fenced, NaN-poisoned memory, poisoned outp
 the float64 reference, the contract's checks, untouched inputs and repeatability. Knows nothing of
 timing or models. Invariant: the order is fixed (tampering, form, alias, fences, untouched inputs,
 numerics; then other values, other layout, repeatability), and the truth is computed before the
-candidate runs, which never sees it. The candidate shares the judge's process: isolation is not
-this module's work.
+candidate runs, which never sees it. Here the candidate shares the judge's process; `isolate` puts
+it into one of its own.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -26,7 +27,7 @@ from oxplow.feedback.watch import ProcessWatch
 
 _OTHER_SEED = 7919
 """Added to the seed for the second set of values: far from the few seeds that callers use."""
-_ROW_PADDING = 3
+ROW_PADDING = 3
 """Elements between rows in the strided layout: odd, so that rows are unaligned."""
 
 
@@ -42,6 +43,10 @@ class Reason(Enum):
     UNTOUCHED = "untouched"  # an input that the contract does not name as mutated was written
     NUMERICS = "numerics"  # a check of the contract failed
     UNREPEATABLE = "unrepeatable"  # the same inputs gave other bits
+    HUNG = "hung"  # no answer within the time allowed
+    DIED = "died"  # its process ended without an answer
+    BUSY = "busy"  # threads or processes of it went on after the answer
+    FLOOR = "floor"  # faster than the machine can move the bytes or do the arithmetic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,9 @@ class Finding:
         return f"{where}: {self.reason.value} at {self.tensor or 'the call'}: {self.detail}"
 
 
-class _Stop(Exception):  # noqa: N818 - carries a verdict, never leaves this module
+class Stop(Exception):  # noqa: N818 - carries a verdict, never leaves the gates
+    """Ends an examination: reason, tensor at fault, one sentence, error in bounds."""
+
     def __init__(self, reason: Reason, tensor: str, detail: str, worst: float = 0.0) -> None:
         super().__init__(detail)
         self.reason, self.tensor, self.detail, self.worst = reason, tensor, detail, worst
@@ -118,15 +125,15 @@ def examine(
 
     Raises ContractError when the case itself does not fit the contract.
     """
-    trial = _Trial(contract, run, device)
+    caller = Caller(contract, run, device)
     plans = [
-        _Plan(contract, cast_args(contract, case.build(_generator(s)), dtype, weight))
+        Truth(contract, cast_args(contract, case.build(_generator(s)), dtype, weight))
         for s in (seed, seed + _OTHER_SEED)
     ]
     reason, tensor, detail, worst = Reason.PASSED, "", "", 0.0
     try:
-        worst = trial.run_all(*plans)
-    except _Stop as stop:
+        worst = _run_all(caller, device, *plans)
+    except Stop as stop:
         reason, tensor, detail, worst = stop.reason, stop.tensor, stop.detail, stop.worst
     return Finding(
         op=contract.name, kernel=kernel, case=case.name, dtype=dtype, seed=seed,
@@ -138,7 +145,21 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-class _Plan:
+def fences_of(
+    contract: OpContract, args: Args, device: torch.device | None, padding: int = 0
+) -> dict[str, Fence]:
+    """Copy every tensor behind guards; `padding` spreads the rows of what ops only read."""
+    spread = (Role.ACT, Role.WEIGHT, Role.F32)
+    made = {}
+    for name, value in args.items():
+        if isinstance(value, Tensor):
+            reads = name not in contract.mutates and value.ndim > 1
+            rows = reads and contract.inputs[name].role in spread
+            made[name] = fenced(value, device or value.device, padding if rows else 0)
+    return made
+
+
+class Truth:
     """One set of arguments with its truth, computed before any candidate has run."""
 
     def __init__(self, contract: OpContract, args: Args) -> None:
@@ -147,17 +168,6 @@ class _Plan:
         self.truth = reference_values(contract, args, torch.float64)
         self.baseline = reference_values(contract, args, torch.float32)
 
-    def fences(self, device: torch.device | None, padding: int = 0) -> dict[str, Fence]:
-        """Copy every tensor behind guards; `padding` spreads the rows of what ops only read."""
-        spread = (Role.ACT, Role.WEIGHT, Role.F32)
-        made = {}
-        for name, value in self.args.items():
-            if isinstance(value, Tensor):
-                reads = name not in self.contract.mutates and value.ndim > 1
-                rows = reads and self.contract.inputs[name].role in spread
-                made[name] = fenced(value, device or value.device, padding if rows else 0)
-        return made
-
     def judge(self, got: dict[str, Tensor]) -> float:
         """Run the contract's checks; return the worst error in bounds, or stop."""
         worst = 0.0
@@ -165,19 +175,22 @@ class _Plan:
             truth = self.truth[name]
             if value.shape != truth.shape:
                 wanted = f"has shape {tuple(value.shape)}, wanted {tuple(truth.shape)}"
-                raise _Stop(Reason.FORM, name, wanted)
+                raise Stop(Reason.FORM, name, wanted)
             evidence = laws.Evidence(
                 got=value, truth=truth, baseline=self.baseline[name], args=self.args, outputs=got
             )
             verdict = self.contract.checks[name].judge(evidence)
             if not verdict.ok:
-                raise _Stop(Reason.NUMERICS, name, verdict.reason, verdict.worst)
+                raise Stop(Reason.NUMERICS, name, verdict.reason, verdict.worst)
             worst = max(worst, verdict.worst)
         return worst
 
 
-class _Trial:
-    """The calls of one examination, and the outputs that they have given so far."""
+class Caller:
+    """Calls one candidate on fenced copies, and keeps the outputs that it has given so far.
+
+    Knows no truth: what the candidate could find in this process is its own inputs and outputs.
+    """
 
     def __init__(
         self, contract: OpContract, run: Callable[..., Any], device: torch.device | None
@@ -185,61 +198,45 @@ class _Trial:
         self._contract, self._run, self._device = contract, run, device
         self._given: list[Tensor] = []  # kept alive, so that no honest output can share their place
 
-    def run_all(self, plan: _Plan, other: _Plan) -> float:
-        """Judge both plans in several layouts and orders; return the worst error in bounds.
+    def call(self, args: Args, fences: dict[str, Fence]) -> dict[str, Tensor]:
+        """Call the candidate on the fenced copies; return outputs and mutated tensors on the CPU.
 
-        Other values in the first call's memory show an answer kept by shape or by address; padded
-        rows show a kernel that takes every tensor for contiguous, as the model's are not.
+        Raises Stop for whatever it did that it may not.
         """
-        fences = plan.fences(self._device)
-        first = self._call(plan, fences)
-        worst = plan.judge(first)
-        if all(_same_form(plan.args.get(n), other.args.get(n)) for n in {*plan.args, *other.args}):
-            for name, fence in fences.items():
-                fence.refill(other.args[name])
-        else:
-            fences = other.fences(self._device)
-        second = self._call(other, fences)
-        worst = max(worst, other.judge(second))
-        spread = self._call(other, other.fences(self._device, _ROW_PADDING))
-        if _first_difference(second, spread) is not None:  # honest: another order of summation
-            worst = max(worst, other.judge(spread))
-        changed = _first_difference(first, self._call(plan, plan.fences(self._device)))
-        if changed is not None:
-            detail = "a later call on the same inputs gave other bits"
-            raise _Stop(Reason.UNREPEATABLE, changed, detail)
-        return worst
-
-    def _call(self, plan: _Plan, fences: dict[str, Fence]) -> dict[str, Tensor]:
-        """Call the candidate on fenced copies; return outputs and mutated tensors on the CPU."""
-        handed = {n: fences[n].handed if n in fences else v for n, v in plan.args.items()}
+        handed = {n: fences[n].handed if n in fences else v for n, v in args.items()}
         result, allocations = self._watched(handed)
-        outputs = _named_outputs(self._contract, plan.args, result, self._device)
+        outputs = _named_outputs(self._contract, args, result, self._device)
         for name, value in outputs.items():
             shared = [n for n, f in fences.items() if f.shares_memory(value)]
             if shared:
-                raise _Stop(Reason.ALIAS, name, f"shares memory with input {shared[0]}")
+                raise Stop(Reason.ALIAS, name, f"shares memory with input {shared[0]}")
             if any(share_memory(value, earlier) for earlier in self._given):
-                raise _Stop(Reason.ALIAS, name, "shares memory with an earlier call's output")
+                raise Stop(Reason.ALIAS, name, "shares memory with an earlier call's output")
         self._given += outputs.values()
         for name, fence in fences.items():
             if not fence.intact():
-                raise _Stop(Reason.FENCE, name, "memory outside the tensor was written")
+                raise Stop(Reason.FENCE, name, "memory outside the tensor was written")
         if not allocations.intact():
-            raise _Stop(
+            raise Stop(
                 Reason.FENCE, "an allocation of the kernel", "memory outside it was written"
             )
         for name, fence in fences.items():
             if not fence.unmoved():
-                raise _Stop(Reason.UNTOUCHED, name, "was given other memory, shape or strides")
+                raise Stop(Reason.UNTOUCHED, name, "was given other memory, shape or strides")
             if name not in self._contract.mutates and not fence.unchanged():
-                raise _Stop(Reason.UNTOUCHED, name, "the contract does not let the op write it")
+                raise Stop(Reason.UNTOUCHED, name, "the contract does not let the op write it")
         mutated = {n: fences[n].contents for n in self._contract.mutates if n in fences}
         kept = (*outputs.items(), *mutated.items())
         return {n: v.detach().clone(memory_format=torch.contiguous_format).cpu() for n, v in kept}
 
+    def collect(self, args: Args, result: object) -> dict[str, Tensor]:
+        """Return what a call without guards gave and mutated. Raises Stop for its form."""
+        outputs = _named_outputs(self._contract, args, result, self._device)
+        kept = (*outputs.items(), *((n, args[n]) for n in self._contract.mutates))
+        return {n: v.detach().cpu() for n, v in kept if isinstance(v, Tensor)}
+
     def _watched(self, handed: Args) -> tuple[object, PoisonedAllocations]:
-        watch = ProcessWatch(laws, laws.Close, laws.Exact, laws.Picks, fence_module, Fence)
+        watch = ProcessWatch(laws, laws.Close, laws.Exact, laws.Picks, fence_module, Fence, time)
         raised: BaseException | None = None
         result: object = None
         with PoisonedAllocations() as allocations:
@@ -249,10 +246,43 @@ class _Trial:
                 raised = error
         changed = watch.repair()
         if changed:
-            raise _Stop(Reason.TAMPERED, "", f"changed {', '.join(changed)}")
+            raise Stop(Reason.TAMPERED, "", f"changed {', '.join(changed)}")
         if raised is not None:
-            raise _Stop(Reason.RAISED, "", f"{type(raised).__name__}: {raised}") from raised
+            raise Stop(Reason.RAISED, "", f"{type(raised).__name__}: {raised}") from raised
         return result, allocations
+
+
+def _run_all(caller: Caller, device: torch.device | None, plan: Truth, other: Truth) -> float:
+    """Judge both plans in several layouts and orders; return the worst error in bounds.
+
+    Other values in the first call's memory show an answer kept by shape or by address; padded
+    rows show a kernel that takes every tensor for contiguous, as the model's are not.
+    """
+    contract = plan.contract
+    fences = fences_of(contract, plan.args, device)
+    first = caller.call(plan.args, fences)
+    worst = plan.judge(first)
+    if same_form(plan.args, other.args):
+        for name, fence in fences.items():
+            fence.refill(other.args[name])
+    else:
+        fences = fences_of(contract, other.args, device)
+    second = caller.call(other.args, fences)
+    worst = max(worst, other.judge(second))
+    spread = caller.call(other.args, fences_of(contract, other.args, device, ROW_PADDING))
+    if first_difference(second, spread) is not None:  # honest: another order of summation
+        worst = max(worst, other.judge(spread))
+    last = caller.call(plan.args, fences_of(contract, plan.args, device))
+    changed = first_difference(first, last)
+    if changed is not None:
+        detail = "a later call on the same inputs gave other bits"
+        raise Stop(Reason.UNREPEATABLE, changed, detail)
+    return worst
+
+
+def same_form(one: Args, other: Args) -> bool:
+    """Tell whether two sets of arguments differ in values only."""
+    return all(_same_form(one.get(n), other.get(n)) for n in {*one, *other})
 
 
 def _same_form(one: object, other: object) -> bool:
@@ -261,7 +291,8 @@ def _same_form(one: object, other: object) -> bool:
     return not isinstance(one, Tensor) and not isinstance(other, Tensor)
 
 
-def _first_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> str | None:
+def first_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> str | None:
+    """Return the first tensor whose bits or shape differ, None where all are equal."""
     for name, value in one.items():
         theirs = other[name]
         if value.shape != theirs.shape:
@@ -276,22 +307,22 @@ def _named_outputs(
 ) -> dict[str, Tensor]:
     values = () if result is None else result if isinstance(result, tuple) else (result,)
     if len(values) != len(contract.outputs):
-        raise _Stop(
+        raise Stop(
             Reason.FORM, "", f"returned {len(values)} values, wanted {list(contract.outputs)}"
         )
     home = device or next(v.device for v in args.values() if isinstance(v, Tensor))
     named: dict[str, Tensor] = {}
     for (name, spec), value in zip(contract.outputs.items(), values, strict=True):
         if type(value) is not Tensor:
-            raise _Stop(Reason.FORM, name, f"is {type(value).__name__}, wanted a plain tensor")
+            raise Stop(Reason.FORM, name, f"is {type(value).__name__}, wanted a plain tensor")
         wanted = _output_dtypes(contract, spec.role, args)
         if wanted and value.dtype not in wanted:
             shown = " or ".join(str(w) for w in wanted)
-            raise _Stop(Reason.FORM, name, f"has dtype {value.dtype}, wanted {shown}")
+            raise Stop(Reason.FORM, name, f"has dtype {value.dtype}, wanted {shown}")
         if value.layout != torch.strided or value.is_neg() or value.is_conj():
-            raise _Stop(Reason.FORM, name, "is sparse or lazily negated, wanted plain memory")
+            raise Stop(Reason.FORM, name, "is sparse or lazily negated, wanted plain memory")
         if value.device.type != home.type:
-            raise _Stop(Reason.FORM, name, f"lies on {value.device}, wanted {home}")
+            raise Stop(Reason.FORM, name, f"lies on {value.device}, wanted {home}")
         named[name] = value
     return named
 
