@@ -22,9 +22,12 @@ from oxplow.serve.commands import (
     bench,
     calibrate,
     chat,
+    check,
     config,
+    diagnose,
     doctor,
     explain,
+    faults,
     generate,
     serve,
     sessions,
@@ -49,7 +52,8 @@ app = typer.Typer(
 
 # The order of `oxplow --help`.
 for command in (
-    serve, chat, generate, batch, sessions, explain, bench, calibrate, evaluate, config, doctor,
+    serve, chat, generate, batch, sessions, check, diagnose, faults, explain, bench, calibrate,
+    evaluate, config, doctor,
 ):  # fmt: skip
     command.register(app)
 
