@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from oxplow.cache.prefix import PictureSpan
 from oxplow.engine.encoder import EncoderCache
 from oxplow.engine.events import TokenOut
 from oxplow.engine.options import SchedulerOptions
-from oxplow.engine.request import Picture, Request
-from oxplow.errors import ContractError
+from oxplow.engine.request import Picture, Request, RequestStatus, SamplingParams
+from oxplow.errors import CapacityError, ContractError
 from oxplow.model.network import HybridModel
-from tests.engine.build import GREEDY, Make, alone, answer, assert_all_free, drain, text
+from tests.engine.build import GREEDY, Make, alone, answer, assert_all_free, drain, end_of, text
 from tests.engine.test_faults import pictured, pixels, with_pictures
 
 HIDDEN = 4
@@ -198,4 +199,30 @@ def test_an_abort_ends_the_encoding_within_one_piece(
     drain(core)
     assert core.encoder.num_pieces == done
     assert core.encoder.num_open == core.encoder.num_encoded == 0
+    assert_all_free(core)
+
+
+def test_a_burst_of_pictures_loses_nobody(make: Make, model: HybridModel) -> None:
+    """P28: 24 picture requests at once, one of them broken; each ends or is refused."""
+    core = make(budget=64, encoder_tokens=8, max_waiting=16)
+    short = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    accepted, refused = [], 0
+    for number in range(24):
+        built = pictured(model, [2, (number % 7, 2), 2])
+        if number == 11:  # pixels that the tower refuses
+            (whole,) = built["pictures"]
+            grid = torch.tensor([[1, 2, 2]])
+            bad = Picture(span=whole.span, pixel_values=whole.pixel_values, grid_thw=grid)
+            built["pictures"] = (replace(bad, span=PictureSpan(2, 2, "broken")),)
+        try:
+            core.add(Request(request_id=f"{number}", params=short, **built))
+            accepted.append(f"{number}")
+        except CapacityError:
+            refused += 1
+    events = drain(core, check=False)
+    ends = {name: end_of(events, name).status for name in accepted}
+    assert len(ends) + refused == 24 and refused == 8
+    assert ends.pop("11") is RequestStatus.FAILED
+    assert set(ends.values()) == {RequestStatus.FINISHED}
+    assert core.encoder.num_open == 0
     assert_all_free(core)

@@ -105,6 +105,21 @@ def test_the_second_death_names_its_cause_and_spares_the_others() -> None:
     with_client(check)
 
 
+def test_what_was_lost_is_never_sent_again() -> None:
+    """P29: whatever the client does next, the front runs a request once or not at all."""
+
+    def check(wire: Wire, client: EngineClient) -> None:
+        tickets = [client.submit(work(name, 1)) for name in "ab"]
+        wire.die()
+        assert wire.sent == []
+        for ticket in tickets:
+            assert ticket.is_finished
+            client.close_ticket(ticket)
+        assert client.num_open == 0 and wire.sent == []
+
+    with_client(check)
+
+
 def test_a_first_token_clears_a_suspect_after_one_death_only() -> None:
     def check(wire: Wire, client: EngineClient) -> None:
         def submit() -> None:
