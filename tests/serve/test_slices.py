@@ -86,6 +86,19 @@ def test_slices_give_the_ids_of_one_go(splits: str) -> None:
 
 
 @pytest.mark.parametrize("splits", SPLITS)
+def test_a_window_may_end_anywhere(splits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces at the end of a window are shaped by that end, so no cut may follow from them."""
+    own = encoder(splits)
+    monkeypatch.setattr(slices, "_NEAR", 60)
+    texts = ("x'll", "'ve", "!!\r\n", "12", "a \n ", "中。", "é1'LL", "ab12 ")
+    for text in (t * (900 // len(t)) for t in texts):
+        want = whole(splits, text)
+        for size in range(300, 312):
+            monkeypatch.setattr(slices, "_SLICE", size)
+            assert own.encode(text) == want, (text[:8], size)
+
+
+@pytest.mark.parametrize("splits", SPLITS)
 def test_real_texts_give_the_ids_of_one_go(splits: str) -> None:
     root = Path(oxplow.__file__).parent
     source = "".join(p.read_text() for p in sorted(root.glob("engine/*.py")))
