@@ -24,7 +24,9 @@ from oxplow.errors import ConfigError
 from oxplow.feedback.finding import Effect, Finding, Locus, Verdict
 from oxplow.feedback.gate import examine
 from oxplow.feedback.ladder import Rung
+from oxplow.feedback.segments import SegmentSweep, segment_finding
 from oxplow.feedback.semantics import DeviceProfile, probe_semantics
+from oxplow.ops.affine import PRODUCTS, Chain, Form, choose_product
 from oxplow.serve.audits import AUDITS, audit
 from oxplow.serve.engine_cuts import WAYS, DeterministicBench, way_finding
 from oxplow.serve.model_probes import (
@@ -60,6 +62,7 @@ class Bringup:
             ("weights", "every tensor is there, finite and not blank", self._weights),
             ("embedding", "rows are the stored rows", self._embedding),
             ("ops", "every kernel keeps its contract", self._ops),
+            ("segments", "KDA states folded over segments are those of one piece", self._segments),
             ("layers", "every op of a forward pass keeps its contract at work", self._layers),
             ("repeat", "the same inputs give the same bits", self._repeat),
             ("cuts", "prefill = decode, in any pieces, within the law", self._cuts),
@@ -196,6 +199,25 @@ class Bringup:
             if bad is not None:
                 break  # the rung is red; the other ops wait until this one is mended
         return findings
+
+    def _segments(self) -> list[Finding]:
+        """Judge the chain that this device gets; a part names another one: "tf32 dense"."""
+        product, reason = choose_product(self.device)
+        chains = {"chosen": Chain.of(product)}
+        chains |= {f"{p.name} {f.value}": Chain.of(p, f) for p in PRODUCTS for f in Form}
+        sweep = SegmentSweep(segments=(1, 8, 32) if self.quick else (1, 2, 4, 8, 16, 32),
+                             seed=self.seed)  # fmt: skip
+        return [
+            segment_finding(
+                chains[name],
+                self.repro("segments", name),
+                sweep,
+                chosen_because=reason if name == "chosen" else "",
+                device=self.device,
+            )
+            for name in self._chosen(list(chains), ["chosen"])
+            if self._part or name == "chosen"
+        ]
 
     def _layers(self) -> list[Finding]:
         length = _QUICK_TOKENS if self.quick else _TOKENS
