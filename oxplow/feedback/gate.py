@@ -217,9 +217,7 @@ class Caller:
             if not fence.intact():
                 raise Stop(Reason.FENCE, name, "memory outside the tensor was written")
         if not allocations.intact():
-            raise Stop(
-                Reason.FENCE, "an allocation of the kernel", "memory outside it was written"
-            )
+            raise Stop(Reason.FENCE, "an allocation of the kernel", "memory outside it was written")
         for name, fence in fences.items():
             if not fence.unmoved():
                 raise Stop(Reason.UNTOUCHED, name, "was given other memory, shape or strides")

@@ -37,7 +37,8 @@ from oxplow.ops.kernels import builtin_kernels
 __all__ = ["Isolated", "load_candidate"]
 
 _QUIET_S = 0.02
-_QUIET_CPU_S = 0.004  # of processor time in that window: the child should be asleep
+_QUIET_CPU_S = 0.01  # of processor time after an answer: far more than going back to sleep takes
+_QUIET_LIMIT_S = 2.0
 _START_S = 60.0
 
 Header = dict[str, Any]
@@ -115,20 +116,34 @@ class Isolated:
         return outputs
 
     def check_quiet(self) -> bool:
-        """Raise Stop if the child works on although it has answered; False where nobody can see."""
+        """Raise Stop if the child works on although it has answered; False where nobody can see.
+
+        Waits until all its threads sleep: on a busy machine they may be starved, not idle.
+        """
         before = self._processor_s()
         if before is None:
             return False
-        time.sleep(_QUIET_S)
-        after = self._processor_s()
-        if after is None:
-            raise self._dead()
-        if after - before > _QUIET_CPU_S:
-            spent = f"{(after - before) * 1e3:.1f} ms of processor time"
-            raise Stop(Reason.BUSY, "", f"used {spent} in {_QUIET_S * 1e3:.0f} ms after its answer")
+        limit = time.monotonic() + _QUIET_LIMIT_S
+        while time.monotonic() < limit:
+            time.sleep(_QUIET_S)
+            after = self._processor_s()
+            if after is None:
+                raise self._dead()
+            if after - before > _QUIET_CPU_S:
+                spent = f"{(after - before) * 1e3:.1f} ms of processor time"
+                raise Stop(Reason.BUSY, "", f"used {spent} after its answer")
+            if self._sleeps():
+                break
         if self._has_children():
             raise Stop(Reason.BUSY, "", "started another process that still lives")
         return True
+
+    def _sleeps(self) -> bool:
+        try:
+            tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+            return all((t / "stat").read_text().rpartition(")")[2].split()[0] == "S" for t in tasks)
+        except (OSError, IndexError):
+            return True
 
     def _processor_s(self) -> float | None:
         tasks = Path(f"/proc/{self._process.pid}/task")
