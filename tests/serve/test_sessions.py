@@ -55,7 +55,10 @@ def served(model: Path, folder: Path, *, apart: bool = False) -> Iterator[Runnin
         is_inprocess=not apart,
         template_file=ROOT / "training/chat_template.jinja",
     )
-    with running(replace(chosen, sessions_dir=folder)) as found:
+    # Steps are cut by the clock; in this mode that changes no bit.
+    settings = {**chosen.engine.settings, "compute.deterministic": True}
+    engine = msgspec.structs.replace(chosen.engine, settings=settings)
+    with running(replace(chosen, engine=engine, sessions_dir=folder)) as found:
         yield found
 
 
@@ -108,9 +111,7 @@ def test_the_next_turn_is_that_of_an_uninterrupted_server(model: Path, tmp_path:
         assert branched[1] >= 192
         assert 'oxplow_session_files_total{event="loaded"} 1.0' in metrics(restarted)
     with served(model, tmp_path / "empty") as cold:
-        message_again, cached, logprobs = turn(cold, second(message), NAMED)
-        assert (cached, message_again) == (0, expected[0])
-        assert logprobs == pytest.approx(expected[2], abs=1e-4)
+        assert turn(cold, second(message), NAMED) == (expected[0], 0, expected[2])
 
 
 def metrics(server: Running) -> str:
