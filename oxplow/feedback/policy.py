@@ -20,8 +20,8 @@ from oxplow.feedback.finding import Finding, Locus, Verdict
 __all__ = [
     "ByValue",
     "Diagnosis",
-    "Instrument",
     "InRandomOrder",
+    "Instrument",
     "Order",
     "Step",
     "Suspicion",

@@ -44,9 +44,9 @@ def is_close(one: Tensor, other: Tensor) -> bool:
 # Kept states.
 
 
-def kept_states(bench: Workbench) -> list[Wrong]:
+def kept_states(bench: Workbench, blocks: int = 5) -> list[Wrong]:
     """The state kept for a prompt's prefix, against a recomputation that reuses nothing."""
-    text = bench.prompt(5 * BLOCK + 3)
+    text = bench.prompt(blocks * BLOCK + 3)
     points: dict[int, Manifest] = {}
     plain = bench.core(budget=BLOCK)
 
@@ -61,7 +61,7 @@ def kept_states(bench: Workbench) -> list[Wrong]:
     core = bench.core(budget=BLOCK)
     run(core, [ask("first", text, 2)])
     wrong: list[Wrong] = []
-    for length in (len(text), 3 * BLOCK + 2):
+    for length in (len(text), (blocks - 2) * BLOCK + 2):
         try:
             kept = core.export_prefix(text[:length])
         except OxplowError:

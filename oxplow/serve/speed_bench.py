@@ -17,7 +17,7 @@ from oxplow.feedback.environment import capture
 from oxplow.feedback.hotspots import Profile, profile_of
 from oxplow.serve.workbench import BLOCK, Workbench, ask, run
 
-__all__ = ["Baseline", "answers_of", "load_of", "profile_load", "take_baseline"]
+__all__ = ["GoodRun", "answers_of", "load_of", "profile_load", "take_baseline"]
 
 LOADS: Mapping[str, str] = {"ttft": "prompts", "throughput": "answers", "itl": "answers"}
 """Which load shows a symptom."""
@@ -26,7 +26,7 @@ _FORMAT = "oxplow-baseline-1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
+class GoodRun:
     """A good run: its surroundings, a profile per load, and the answers of a fixed set of asks."""
 
     surroundings: Mapping[str, str | int | float | bool]
@@ -44,7 +44,7 @@ class Baseline:
         path.write_text(json.dumps(row), encoding="utf-8")
 
     @classmethod
-    def open(cls, path: Path) -> Baseline:
+    def open(cls, path: Path) -> GoodRun:
         """Read a baseline. Raises ConfigError for any other file."""
         try:
             row = json.loads(path.read_text(encoding="utf-8"))
@@ -61,10 +61,10 @@ class Baseline:
             raise ConfigError(f"this is no baseline: {error!r}", where=str(path)) from error
 
 
-def take_baseline(bench: Workbench, *, repeats: int = 4) -> Baseline:
+def take_baseline(bench: Workbench, *, repeats: int = 4) -> GoodRun:
     """Run every load and the asks once more than enough, and keep what they said."""
     profiles = {name: profile_load(bench, name, repeats=repeats) for name in ("prompts", "answers")}
-    return Baseline(surroundings=capture(), profiles=profiles, answers=answers_of(bench))
+    return GoodRun(surroundings=capture(), profiles=profiles, answers=answers_of(bench))
 
 
 def profile_load(bench: Workbench, name: str, *, repeats: int = 3) -> Profile:

@@ -25,7 +25,7 @@ from oxplow.feedback.offsets import check_offsets, has_pools
 from oxplow.feedback.policy import Instrument
 from oxplow.ops.reference import reference_kernels
 from oxplow.serve.audits import AUDITS, audit
-from oxplow.serve.speed_bench import LOADS, Baseline, answers_of, load_of, profile_load
+from oxplow.serve.speed_bench import LOADS, GoodRun, answers_of, load_of, profile_load
 from oxplow.serve.workbench import Workbench
 
 __all__ = ["BenchToolbox", "MetricsToolbox", "SYMPTOMS"]
@@ -61,7 +61,7 @@ class BenchToolbox:
     """All instruments, for one bench and one symptom; a baseline enables those that compare."""
 
     def __init__(
-        self, bench: Workbench, symptom: str = "", baseline: Baseline | None = None,
+        self, bench: Workbench, symptom: str = "", baseline: GoodRun | None = None,
         baseline_path: Path | None = None,
     ) -> None:  # fmt: skip
         if symptom and symptom not in SYMPTOMS:

@@ -18,6 +18,11 @@ CONTROLS = (*clean_ops.CONTROLS, *clean_engine.CONTROLS)
 
 NOT_APPLICABLE = (
     NotApplicable(
+        id="F01",
+        title="TF32 in the context-parallel affine chain",
+        why="prefill is not split over ranks yet; it follows with the chain's op",
+    ),
+    NotApplicable(
         id="F05",
         title="YaRN softmax factor missing",
         why="the text tower has no positions: there is no YaRN, and no softmax factor beside the"
@@ -67,6 +72,12 @@ NOT_APPLICABLE = (
         id="F25",
         title="replay reads a buffer frozen at capture",
         why="steps are not captured yet; it follows with graph replay",
+    ),
+    NotApplicable(
+        id="F26",
+        title="GIL held in a native transfer",
+        why="no native call of the engine transfers anything yet; the stand-in with its own"
+        " extension is a case of its own, outside this engine",
     ),
     NotApplicable(
         id="F31",

@@ -19,6 +19,9 @@ from oxplow.serve.console import AsJson, report
 if TYPE_CHECKING:
     from oxplow.feedback.finding import Finding
     from oxplow.feedback.policy import Diagnosis, Step
+    from oxplow.serve.speed_bench import GoodRun
+    from oxplow.serve.toolbox import BenchToolbox
+    from oxplow.serve.workbench import Workbench
 
 __all__ = ["register"]
 
@@ -61,52 +64,86 @@ def _diagnose(
     as_json: AsJson = False,
 ) -> None:
     """Find where a fault is: compare, choose the next probe by value, sharpen, try to disprove."""
-    import torch
-
-    from oxplow.feedback.policy import diagnose
     from oxplow.feedback.report import write_report
-    from oxplow.serve.model_files import default_model
-    from oxplow.serve.speed_bench import Baseline, take_baseline
-    from oxplow.serve.toolbox import BenchToolbox
-    from oxplow.serve.workbench import Workbench
 
     if between is not None:
-        _between(between, probe, as_json)
-        return
+        findings, code = _between(between, probe, as_json)
+    elif record is not None:
+        findings, code = _record(_bench(model, seed), record, as_json)
+    else:
+        good = _good_run(baseline, symptom, only)
+        toolbox = _toolbox(_bench(model, seed), symptom, good, baseline)
+        findings, code = _look(toolbox, only, symptom, budget, as_json)
+    if page is not None:
+        write_report(findings, page, f"oxplow diagnose {symptom or only}".strip())
+    raise typer.Exit(code)
+
+
+def _bench(model: str, seed: int) -> Workbench:
+    import torch
+
+    from oxplow.serve.model_files import default_model
+    from oxplow.serve.workbench import Workbench
+
     torch.set_num_threads(1)
-    directory = default_model() if model == "nano" else Path(model)
-    bench = Workbench(directory=directory, seed=seed)
-    if record is not None:
-        take_baseline(bench).save(record)
-        report(
-            ("baseline",), [(str(record),)], title="Baseline",
-            record={"baseline": str(record)}, as_json=as_json,
-        )  # fmt: skip
-        return
-    good = Baseline.open(baseline) if baseline is not None else None
-    if good is None and symptom in ("ttft", "throughput", "itl") and not only:
-        sys.stderr.write(
+    return Workbench(directory=default_model() if model == "nano" else Path(model), seed=seed)
+
+
+def _good_run(path: Path | None, symptom: str, only: str) -> GoodRun | None:
+    from oxplow.serve.speed_bench import GoodRun
+
+    if path is not None:
+        return GoodRun.open(path)
+    if symptom in ("ttft", "throughput", "itl") and not only:
+        _say(
             "oxplow: without --baseline only look-ups are judged; take one of a good version with"
-            " oxplow diagnose --record FILE\n"
+            " oxplow diagnose --record FILE"
         )
-    toolbox = BenchToolbox(bench, symptom, good, baseline)
+    return None
+
+
+def _toolbox(
+    bench: Workbench, symptom: str, good: GoodRun | None, path: Path | None
+) -> BenchToolbox:
+    from oxplow.serve.toolbox import BenchToolbox
+
+    return BenchToolbox(bench, symptom, good, path)
+
+
+def _record(bench: Workbench, path: Path, as_json: bool) -> tuple[list[Finding], int]:
+    from oxplow.serve.speed_bench import take_baseline
+
+    take_baseline(bench).save(path)
+    report(
+        ("baseline",), [(str(path),)], title="Baseline",
+        record={"baseline": str(path)}, as_json=as_json,
+    )  # fmt: skip
+    return [], 0
+
+
+def _look(
+    toolbox: BenchToolbox, only: str, symptom: str, budget_s: float, as_json: bool
+) -> tuple[list[Finding], int]:
+    """Run one instrument, or the whole search."""
+    from oxplow.feedback.policy import diagnose
+
     if only:
         findings = list(toolbox.named(only).run())
         _show_findings(only, findings, as_json)
-        verdict = _worst(findings)
-    else:
-        found = diagnose(toolbox, symptom=symptom, budget_s=budget, tell=_tell)
-        findings = list(found.findings)
-        _show(found, as_json)
-        verdict = found.verdict.value
-    if page is not None:
-        write_report(findings, page, f"oxplow diagnose {symptom or only}".strip())
-    raise typer.Exit(_CODES[verdict])
+        return findings, _CODES[_worst(findings)]
+    found = diagnose(toolbox, symptom=symptom, budget_s=budget_s, tell=_tell)
+    _show(found, as_json)
+    return list(found.findings), _CODES[found.verdict.value]
 
 
 def _tell(step: Step) -> None:
     said = f"{step.verdict.value:12} {step.instrument:24} {step.seconds:6.1f} s"
-    sys.stderr.write(f"{said}  {step.summary[:120]}\n")
+    _say(f"{said}  {step.summary[:120]}")
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
 
 
 def _show(found: Diagnosis, as_json: bool) -> None:
@@ -149,13 +186,13 @@ def _worst(findings: list[Finding]) -> str:
     return next((v for v in ("fail", "inconclusive", "invalid") if v in said), "pass")
 
 
-def _between(commits: tuple[str, str], probe: str, as_json: bool) -> None:
-    """Hand two commits to the bisection."""
+def _between(commits: tuple[str, str], probe: str, as_json: bool) -> tuple[list[Finding], int]:
+    """Bisect the commits of the repository that this process stands in."""
+    from oxplow.feedback.bisect import Range, bisect
+
     if not probe:
         raise ConfigError("--between needs --probe COMMAND", got="none", wanted="a command")
-    raise ConfigError(
-        "bisection between commits is not here yet",
-        got=" ".join(commits),
-        wanted="a version of oxplow with feedback/bisect",
-        where=str(as_json),
-    )
+    asked = Range(repo=Path.cwd(), good=commits[0], bad=commits[1], command=probe)
+    found = bisect(asked, _say)
+    _show_findings("between", [found], as_json)
+    return [found], _CODES[found.verdict.value]

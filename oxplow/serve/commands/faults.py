@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from oxplow.feedback.policy import Diagnosis
     from oxplow.feedback.scoring import ControlMark, Mark
     from oxplow.serve.fault_trials import Trials
-    from oxplow.serve.speed_bench import Baseline
+    from oxplow.serve.speed_bench import GoodRun
 
 __all__ = ["planted_faults", "register"]
 
@@ -153,7 +153,7 @@ def _bench(model: str, seed: int) -> Any:
     return Workbench(directory=default_model() if model == "nano" else Path(model), seed=seed)
 
 
-def _searcher(model: str, arm: str, good: Baseline, path: Path) -> Callable[[str, int], Diagnosis]:
+def _searcher(model: str, arm: str, good: GoodRun, path: Path) -> Callable[[str, int], Diagnosis]:
     """Return what a trial calls: a fresh bench, the arm's instruments and order."""
     from oxplow.feedback.policy import ByValue, InRandomOrder, Order, diagnose
     from oxplow.serve.toolbox import BenchToolbox, MetricsToolbox
