@@ -18,11 +18,6 @@ CONTROLS = (*clean_ops.CONTROLS, *clean_engine.CONTROLS)
 
 NOT_APPLICABLE = (
     NotApplicable(
-        id="F01",
-        title="TF32 in the context-parallel affine chain",
-        why="prefill is not split over ranks yet; it follows with the chain's op",
-    ),
-    NotApplicable(
         id="F05",
         title="YaRN softmax factor missing",
         why="the text tower has no positions: there is no YaRN, and no softmax factor beside the"

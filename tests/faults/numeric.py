@@ -6,14 +6,19 @@ excitation a fault returns the bits of the kernel that it replaces.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from math import log
 
 import torch
 from torch import Tensor
 
+from oxplow.ops import affine
+from oxplow.serve import rungs
 from tests.faults.record import Fault, FaultClass, expected
-from tests.faults.swap import Run, kernels_of
+from tests.faults.swap import Run, attribute, kernels_of
 
 _NARROW = 1 << 32
 _FEW_ROWS = 16
@@ -143,7 +148,35 @@ def _states_of_other_chunks(run: Run) -> Run:
     return kda_prefill
 
 
+def _reduced_product(original: Run) -> Run:
+    """Let the matrix unit cut the operands of a product that says it does not."""
+
+    def choose_product(device: torch.device) -> tuple[affine.Product, str]:
+        product, reason = original(device)
+        return replace(product, run=affine.TF32.run), reason
+
+    return choose_product
+
+
+@contextmanager
+def _reduced_chain() -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in (affine, rungs):
+            stack.enter_context(attribute(module, "choose_product", make=_reduced_product))
+        yield
+
+
 FAULTS = (
+    Fault(
+        id="F01",
+        title="the chain of affine maps over segments multiplies in TF32",
+        kind=FaultClass.NUMERIC,
+        reports=("fla-org/flash-linear-attention#1180",),
+        expected=expected("parallel", "kda_affine", "chain_m chain_n fold"),
+        symptom="accuracy",
+        excitation="many segments and memory that outlasts them",
+        plant=_reduced_chain,
+    ),
     Fault(
         id="F02",
         title="log-sum-exps of base 2 are merged as natural ones",
