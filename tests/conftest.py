@@ -20,8 +20,12 @@ settings.load_profile("oxplow")
 # Modules of many seconds: whole suites of bit comparisons, processes and media. `make quick` skips
 # them; the ops keep their float32 conformance there.
 SLOW_MODULES = {
+    "feedback/test_attribute.py",
+    "feedback/test_bisect.py",
     "feedback/test_exam_run.py",
     "feedback/test_gate.py",
+    "feedback/test_isolate.py",
+    "feedback/test_isolate_shapes.py",
     "model/test_nano.py",
     "ops/test_invariance_dense.py",
     "ops/test_invariance_hyper.py",

@@ -9,6 +9,7 @@ in each round, and what it differs from itself is what "equal" means.
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from oxplow.errors import ConfigError
-from oxplow.feedback.measure import Interval, interval
+from oxplow.feedback.measure import Interval
 
 __all__ = [
     "Arm",
@@ -51,6 +52,8 @@ class Arrival:
 
 
 Trace: TypeAlias = tuple[Arrival, ...]
+_Three: TypeAlias = tuple[float, float, float]
+_BOOTSTRAPS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +216,7 @@ def compare_arms(
     Raises ConfigError where no request was served by all.
     """
     rng = random.Random(seed)
-    pairs: dict[str, list[tuple[float, float, float]]] = {"ttft": [], "itl": [], "total": []}
+    pairs: dict[str, list[list[_Three]]] = {"ttft": [], "itl": [], "total": []}
     felt: dict[str, list[Felt]] = {"first": [], "second": [], "again": []}
     for arm in (first, second):
         arm(trace[:2], seed)  # caches, threads and allocators awake
@@ -223,20 +226,16 @@ def compare_arms(
         told = {name: list(arm(trace, seed + 1 + round_)) for name, arm in arms}
         for name, results in told.items():
             felt[name] += results
-        for one in zip(told["first"], told["second"], told["again"], strict=True):
-            if all(f.tokens_s and not f.failure for f in one):
-                for name in pairs:
-                    values = [_value(f, name) for f in one]
-                    if all(v > 0 for v in values):
-                        pairs[name].append((values[0], values[1], values[2]))
-    if not pairs["total"]:
+        for name, rows in pairs.items():
+            rows.append(_threes(told["first"], told["second"], told["again"], name))
+    if not any(pairs["total"]):
         raise ConfigError("no request was served by both arms", got=felt["second"][0].failure)
     ratios, controls = {}, {}
     for name, rows in pairs.items():
-        if rows:
-            base = [r[0] for r in rows]
-            ratios[name] = interval([r[1] for r in rows], base, rng)
-            controls[name] = interval([r[2] for r in rows], base, rng)
+        kept = [row for row in rows if row]
+        if kept:
+            ratios[name] = _clustered([[(t[1], t[0]) for t in row] for row in kept], rng)
+            controls[name] = _clustered([[(t[2], t[0]) for t in row] for row in kept], rng)
     limits = slo or Slo()
     return LoadComparison(
         ratios=ratios, controls=controls,
@@ -255,6 +254,38 @@ def _drawn(
         group=number % groups if groups else number,
         shared_tokens=prompt[0] // 2 if groups else 0,
     )  # fmt: skip
+
+
+def _threes(
+    first: Sequence[Felt], second: Sequence[Felt], again: Sequence[Felt], name: str
+) -> list[_Three]:
+    """Return one figure of every request that all three runs served."""
+    found = []
+    for one in zip(first, second, again, strict=True):
+        if all(f.tokens_s and not f.failure for f in one):
+            a, b, c = (_value(f, name) for f in one)
+            if min(a, b, c) > 0:
+                found.append((a, b, c))
+    return found
+
+
+def _clustered(rounds: Sequence[Sequence[tuple[float, float]]], rng: random.Random) -> Interval:
+    """Return the median ratio with a 99% interval that draws whole rounds, then requests.
+
+    A busy moment makes all requests of a round alike: they are not independent samples.
+    """
+    logs = [[math.log(a / b) for a, b in row] for row in rounds]
+    draws = []
+    for _ in range(_BOOTSTRAPS):
+        picked = [rng.choice(logs) for _ in logs]
+        draws.append(statistics.median(x for row in picked for x in rng.choices(row, k=len(row))))
+    draws.sort()
+    cut = _BOOTSTRAPS // 200
+    return Interval(
+        ratio=math.exp(statistics.median(x for row in logs for x in row)),
+        low=math.exp(draws[cut]),
+        high=math.exp(draws[-1 - cut]),
+    )
 
 
 def _mean_figures(felt: Sequence[Felt], slo: Slo, rounds: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ import typer
 
 from oxplow.config import Facts, LoadedConfig, RuntimeConfig, resolve
 from oxplow.errors import ConfigError
-from oxplow.serve.commands import bench_op
+from oxplow.serve.commands import bench_load, bench_op
 from oxplow.serve.console import AsJson, report, session
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def register(app: typer.Typer) -> None:
         "prefill", epilog="Example: oxplow bench prefill --tokens 512 --peer transformers --json"
     )(_prefill)
     bench_op.add_to(group)
+    bench_load.add_to(group)
     app.add_typer(group, name="bench")
 
 
