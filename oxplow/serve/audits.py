@@ -32,6 +32,7 @@ from oxplow.serve.cache_audits import (
     is_close,
     kept_states,
     lookups,
+    progress,
 )
 from oxplow.serve.workbench import BLOCK, Workbench, ask, run
 
@@ -270,5 +271,6 @@ AUDITS: Mapping[str, Callable[[Workbench], list[Wrong]]] = {
     "block-counts": block_counts,
     "lookups": lookups,
     "handover": handover,
+    "progress": progress,
 }
 """Every audit by name."""

@@ -1,4 +1,4 @@
-"""Audits of what outlives a step: kept states, block counts, look-ups and hand-over.
+"""Audits of what outlives a step: kept states, block counts, look-ups, progress and hand-over.
 
 Owns the second opinions on the cache and on state that leaves a request. Knows the engine's public
 parts and hooks them on one instance; it never changes what they do. Invariant: an audit names the
@@ -15,11 +15,21 @@ from torch import Tensor
 from oxplow.cache.manager import MissReason
 from oxplow.engine.core import EngineCore
 from oxplow.engine.manifest import Manifest
+from oxplow.engine.request import Choice
 from oxplow.errors import ContractError, OxplowError
 from oxplow.feedback.finding import Locus
 from oxplow.serve.workbench import BLOCK, Workbench, ask, run
 
-__all__ = ["Wrong", "block_counts", "handover", "hook", "is_close", "kept_states", "lookups"]
+__all__ = [
+    "Wrong",
+    "block_counts",
+    "handover",
+    "hook",
+    "is_close",
+    "kept_states",
+    "lookups",
+    "progress",
+]
 
 _CLOSE = 1e-3  # relative: states of two runs of one path differ in last bits at most
 _HIT_SHARE = 0.8
@@ -156,6 +166,35 @@ def lookups(bench: Workbench) -> list[Wrong]:
     locus = Locus(component="cache.prefix", op="lookup", parameter=lost)
     told = f"{again.cached_tokens} of {reachable} tokens were found again; the reason: {again.miss}"
     return [(locus, told)]
+
+
+# Progress.
+
+
+def progress(bench: Workbench) -> list[Wrong]:
+    """Prompts of lengths around a block, in a pool that holds them: each piece goes forward."""
+    core = bench.core(budget=BLOCK + 8, slots=3)
+    wrong: list[Wrong] = []
+
+    def hooked(stop: Callable[[Choice, int], int]) -> Callable[[Choice, int], int]:
+        def watched(choice: Choice, wanted: int) -> int:
+            end = stop(choice, wanted)
+            if wanted > choice.computed_tokens >= end and not choice.request.pictures:
+                locus = Locus(component="engine.scheduler", op="stop", parameter="chunk")
+                told = f"a piece of {wanted - choice.computed_tokens} tokens at"
+                wrong.append((locus, f"{told} {choice.computed_tokens} is cut to nothing"))
+            return end
+
+        return watched
+
+    hook(core.scheduler.rules, "stop", hooked)
+    lengths = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5, 3 * BLOCK)
+    told = run(core, [ask(f"r{n}", bench.prompt(n, n), 3) for n in lengths])
+    late = [name for name, answered in told.items() if len(answered.token_ids) != 3]
+    if late and not wrong:
+        locus = Locus(component="engine.scheduler", op="schedule", parameter="progress")
+        wrong.append((locus, f"{', '.join(late)} got no whole answer: {told[late[0]].message}"))
+    return wrong
 
 
 # Hand-over.

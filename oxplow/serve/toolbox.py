@@ -54,6 +54,7 @@ _AUDIT_REACH: Mapping[str, Mapping[str, float]] = {
     "block-counts": {"cache.blocks": 0.9, "engine.scheduler": 0.3},
     "lookups": {"cache.prefix": 0.5},
     "handover": {"engine.handover": 0.9},
+    "progress": {"engine.scheduler": 0.9},
 }
 _AUDIT_COST_S, _LOAD_COST_S, _OFFSETS_COST_S, _SEGMENTS_COST_S = 0.5, 4.0, 0.2, 1.0
 _DOUBTFUL = (1.06, 1.25)  # ratios that one more profile should confirm
@@ -84,7 +85,7 @@ class BenchToolbox:
         if self.symptom == "nan":  # an op computes it, or reads what nobody wrote
             return ops | {name: share / 3 for name, share in parts.items()}
         if self.symptom == "hang":
-            return parts
+            return parts | {"engine.scheduler": 0.5}
         return ops | parts
 
     @property

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from oxplow.cache.blocks import BlockId, BlockPool
+from oxplow.engine.chunks import ChunkRules
+from oxplow.engine.request import Choice
 from tests.faults.record import Fault, FaultClass, expected
 from tests.faults.swap import Run, attribute, kernels_of
 
@@ -55,6 +57,16 @@ def _one_scale_for_all(run: Run) -> Run:
     return experts
 
 
+def _cut_to_nothing(original: Run) -> Run:
+    """End every piece at a whole block, also one that then holds no token."""
+
+    def stop(self: ChunkRules, choice: Choice, stop: int) -> int:
+        end = original(self, choice, stop)
+        return end // self._block_size * self._block_size
+
+    return stop
+
+
 FAULTS = (
     Fault(
         id="F18",
@@ -65,6 +77,16 @@ FAULTS = (
         symptom="accuracy",
         excitation="requests with a common prefix whose lives overlap, and a pool that is short",
         plant=lambda: attribute(BlockPool, "release", make=_freed_under_a_writer),
+    ),
+    Fault(
+        id="F34",
+        title="a prefill piece is rounded down to no token, for ever",
+        kind=FaultClass.CONCURRENCY,
+        reports=("vllm-project/vllm#47738", "vllm-project/vllm#52520"),
+        expected=expected("engine.scheduler", "stop schedule", "chunk progress"),
+        symptom="hang",
+        excitation="what is left of a prompt is less than a block",
+        plant=lambda: attribute(ChunkRules, "stop", make=_cut_to_nothing),
     ),
     Fault(
         id="F23",

@@ -28,6 +28,7 @@ AUDITED = {
     "F17": "sampling",
     "F18": "block-counts",
     "F29": "lookups",
+    "F34": "progress",
 }
 
 
