@@ -21,6 +21,8 @@ settings.load_profile("oxplow")
 # them; the ops keep their float32 conformance there.
 SLOW_MODULES = {
     "feedback/test_attribute.py",
+    "feedback/test_attribute_off.py",
+    "feedback/test_bench_op.py",
     "feedback/test_bisect.py",
     "feedback/test_exam_run.py",
     "feedback/test_gate.py",

@@ -15,7 +15,7 @@ import typer
 
 from oxplow.config import Facts, LoadedConfig, RuntimeConfig, resolve
 from oxplow.errors import ConfigError
-from oxplow.serve.commands import bench_load, bench_op
+from oxplow.serve.commands import bench_load, bench_op, bench_sweep
 from oxplow.serve.console import AsJson, report, session
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def register(app: typer.Typer) -> None:
     )(_prefill)
     bench_op.add_to(group)
     bench_load.add_to(group)
+    bench_sweep.add_to(group)
     app.add_typer(group, name="bench")
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from oxplow.feedback.load import LoadComparison, Trace
     from oxplow.serve.speed_arms import ArmSpec, SpeedArms
 
-__all__ = ["add_to"]
+__all__ = ["add_to", "open_arms"]
 
 Model = Annotated[str, typer.Option(help="Checkpoint directory, or `nano` for the bundled one.")]
 Threads = Annotated[int, typer.Option(min=1, help="Compute threads.")]
@@ -53,7 +53,7 @@ def _step(
 
     if work not in WORK:
         raise ConfigError("unknown load", got=work, wanted=", ".join(WORK))
-    arms = _arms(model, threads)
+    arms = open_arms(model, threads)
     command = f"oxplow bench step {work} --model {model} --rounds {rounds} --threads {threads}"
     if against:
         spec = _spec(arms, against)
@@ -100,7 +100,7 @@ def _serve(
         told = figures(serve_url(url, model, arrivals, 1), limits)
         _tell_figures({"server": told}, as_json)
         return
-    arms = _arms(model, 1)
+    arms = open_arms(model, 1)
     if not against:
         arms.serve(ArmSpec(), arrivals[:2], 0)
         _tell_figures({"engine": figures(arms.serve(ArmSpec(), arrivals, 1), limits)}, as_json)
@@ -118,7 +118,8 @@ def _serve(
         _tell_figures({"base": dict(both.first), against: dict(both.second)}, as_json, found)
 
 
-def _arms(model: str, threads: int) -> SpeedArms:
+def open_arms(model: str, threads: int) -> SpeedArms:
+    """Open a checkpoint (`nano`: the bundled one) on the CPU for comparisons."""
     import torch
 
     from oxplow.serve.model_files import default_model
