@@ -86,10 +86,11 @@ def _clocked(
     op: str, run: Callable[..., Any], clock: OpClock, now: Callable[[], float]
 ) -> Callable[..., Any]:
     def clocked(*positional: Any, **named: Any) -> Any:
+        given = dict(named)  # an op's own names: the kernel refuses what it does not know
         began = now()
         done = False
         try:
-            result = run(*positional, **named)
+            result = run(*positional, **given)
             done = True
             return result
         finally:
@@ -133,9 +134,8 @@ def attribute(
 ) -> Finding:
     """Compare two arms part by part and blame what made the second slower.
 
-    Pass where it is no slower than the base is than itself. Inconclusive where noise, or a residual
-    over a tenth of the difference, hides the part, or where the ablation does not close it.
-    Raises ContractError for fewer than 3 rounds.
+    Pass where it is no slower than the base is than itself; inconclusive where noise or a residual
+    hides the part, or the ablation does not close it. Raises ContractError under 3 rounds.
     """
     if rounds < 3:
         raise ContractError("an attribution needs repeats", got=rounds, wanted=">= 3 rounds")
@@ -167,11 +167,9 @@ def attribute(
         )  # fmt: skip
 
     more = f"{whole[0] / typical:+.0%} time"
-    if whole[1] <= max(control[2], _LEAST * typical):
-        slower = whole[0] > _LEAST * typical and whole[2] > control[2]
-        if slower and control[2] - control[1] > _LEAST * typical:
-            return told(Verdict.INCONCLUSIVE, f"{more}, within what equal runs show here")
-        return told(Verdict.PASS, f"{more}: no slower than equal runs are")
+    settled = _no_slower(whole, control, typical)
+    if settled is not None:
+        return told(settled[0], f"{more}{settled[1]}")
     grown = _counts_grown(seen)
     if grown:
         evidence["counts"] = grown
@@ -179,13 +177,23 @@ def attribute(
         locus = Locus(component="engine.scheduler", op="schedule", parameter="prefill budget")
         summary = f"{more}; the same work takes {grown['steps']:.2f} times as many steps"
         return told(Verdict.FAIL, summary, (locus, *_loci(ranked[:2])))
-    if abs(residual) > _RESIDUAL * abs(whole[0]):
-        share = abs(residual / whole[0])
-        return told(
-            Verdict.INCONCLUSIVE, f"{more}, but the parts leave {share:.0%} of it unexplained",
-            _loci(ranked[:3]),
-        )  # fmt: skip
+    share = abs(residual / whole[0])
+    if share > _RESIDUAL:
+        summary = f"{more}, but the parts leave {share:.0%} of it unexplained"
+        return told(Verdict.INCONCLUSIVE, summary, _loci(ranked[:3]))
     return _confirm(seen, (base, suspect), ablate(ranked[0][0]), ranked, whole[0], more, rng, told)
+
+
+def _no_slower(
+    whole: tuple[float, float, float], control: tuple[float, float, float], typical: float
+) -> tuple[Verdict, str] | None:
+    """Return pass or inconclusive where the suspect is not clearly slower, None where it is."""
+    if whole[1] > max(control[2], _LEAST * typical):
+        return None
+    slower = whole[0] > _LEAST * typical and whole[2] > control[2]
+    if slower and control[2] - control[1] > _LEAST * typical:
+        return Verdict.INCONCLUSIVE, ", within what equal runs show here"
+    return Verdict.PASS, ": no slower than equal runs are"
 
 
 Told: TypeAlias = Callable[..., Finding]

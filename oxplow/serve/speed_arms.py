@@ -30,7 +30,7 @@ from oxplow.model.load import LoadOptions, load_model
 from oxplow.ops.kernels import builtin_kernels
 from oxplow.ops.table import Facts, OpTable, select
 
-__all__ = ["ArmSpec", "SpeedArms", "WORK"]
+__all__ = ["WORK", "ArmSpec", "SpeedArms"]
 
 _BLOCK = 16
 WORK: Mapping[str, Trace] = {
@@ -60,9 +60,9 @@ class _Timed:
         self._call, self._inner, self._now = call, inner, now
         self.seconds = self.inside = 0.0
 
-    def __call__(self, *positional: Any, **named: Any) -> Any:
+    def __call__(self, *positional: Any) -> Any:
         before, began = self._inner(), self._now()
-        result = self._call(*positional, **named)
+        result = self._call(*positional)
         self.seconds += self._now() - began
         self.inside += self._inner() - before
         return result
@@ -168,9 +168,9 @@ class SpeedArms:
         build = _Timed(core.runner.batches.build, ops, now)
         forward = _Timed(core.runner.model.forward, ops, now)
         draw = _Timed(core.runner.sampler.draw, ops, now)
-        core.runner.batches.build = build  # type: ignore[method-assign]
+        core.runner.batches.build = build  # type: ignore[method-assign, assignment]
         core.runner.model = _Model(core.runner.model, forward)  # type: ignore[assignment]
-        core.runner.sampler.draw = draw  # type: ignore[method-assign]
+        core.runner.sampler.draw = draw  # type: ignore[method-assign, assignment]
         spec.tamper(core)
         requests = self._requests(work, seed, spec.reuse_prefix)
         self.clock.reset()
@@ -208,7 +208,8 @@ class SpeedArms:
         current = self._current
 
         def switched(*positional: Any, **named: Any) -> Any:
-            return current[op](*positional, **named)
+            given = dict(named)  # an op's own names: the kernel refuses what it does not know
+            return current[op](*positional, **given)
 
         return switched
 
