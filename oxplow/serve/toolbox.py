@@ -28,7 +28,7 @@ from oxplow.feedback.starvation import Prefill, probe_transfer_starvation
 from oxplow.ops import affine
 from oxplow.ops.reference import reference_kernels
 from oxplow.serve.audits import AUDITS, audit
-from oxplow.serve.speed_bench import LOADS, GoodRun, answers_of, load_of, profile_load
+from oxplow.serve.speed_bench import LOADS, GoodRun, answers_of, profile_load
 from oxplow.serve.workbench import Workbench
 
 __all__ = ["BenchToolbox", "MetricsToolbox", "SYMPTOMS"]
@@ -60,6 +60,7 @@ _AUDIT_COST_S, _LOAD_COST_S, _OFFSETS_COST_S, _SEGMENTS_COST_S = 0.5, 4.0, 0.2, 
 _DOUBTFUL = (1.06, 1.25)  # ratios that one more profile should confirm
 _OP_COST_S: Mapping[str, float] = {"kda_prefill": 2.0, "dense_mla": 0.5, "index_select": 0.4}
 _OTHER_SEED = 101
+_SLOWER = 1.15  # whole time over the baseline's that metrics alone call slower
 
 
 class BenchToolbox:
@@ -284,13 +285,9 @@ class MetricsToolbox(BenchToolbox):
         before = self._baseline.profiles[load] if self._baseline else None
         if before is None:
             return []
-        work = load_of(self.bench, load)
-        work()
-        began = time.process_time()
-        work()
-        spent = time.process_time() - began
-        ratio = spent / min(before.totals)
-        return [self._told("whole-time", ratio > 1.2, f"{ratio - 1:+.0%} processor time")]
+        now = profile_load(self.bench, load, repeats=2)  # under the same profiler as the baseline
+        ratio = _whole(now) / _whole(before)
+        return [self._told("whole-time", ratio > _SLOWER, f"{ratio - 1:+.0%} time")]
 
     def _told(self, probe: str, is_bad: bool, summary: str) -> Finding:
         return Finding(
@@ -333,6 +330,10 @@ def check_op(contract: OpContract, bench: Workbench, repro: str) -> Finding:
         repro=repro,
         cost_s=time.perf_counter() - began,
     )
+
+
+def _whole(profile: Profile) -> float:
+    return min(profile.totals) + min(profile.waits)
 
 
 def _effect(worst: float, reason: Reason) -> Effect | None:
