@@ -31,7 +31,7 @@ from oxplow.serve.audits import AUDITS, audit
 from oxplow.serve.speed_bench import LOADS, GoodRun, answers_of, profile_load
 from oxplow.serve.workbench import Workbench
 
-__all__ = ["BenchToolbox", "MetricsToolbox", "SYMPTOMS"]
+__all__ = ["SYMPTOMS", "BenchToolbox", "MetricsToolbox"]
 
 SYMPTOMS = ("accuracy", "nan", "ttft", "throughput", "itl", "hang")
 
