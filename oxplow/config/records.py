@@ -108,11 +108,20 @@ class TraceConfig:
         default=65536,
         metadata={"doc": "events kept, about 200 bytes each; 0 switches tracing off"},
     )
+    shadow_every: int = field(
+        default=0,
+        metadata={
+            "doc": "recompute one call in so many of each op by its reference and log what breaks"
+            " its law; slow; 0 switches it off"
+        },
+    )
 
     def __post_init__(self) -> None:
         """Check ranges; raises ConfigError."""
         if not 0 <= self.capacity_events <= 2**26:
             raise _bad("trace.capacity_events", self.capacity_events, "0 to 67108864")
+        if self.shadow_every < 0:
+            raise _bad("trace.shadow_every", self.shadow_every, "0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ __all__ = [
 
 Run = Callable[..., Any]
 _SALT = -7046029254386353131  # 2**64 / golden ratio, as a signed number: odd, so no bit is lost
+_MOST_BAD = 1000  # kept; a service that goes wrong goes wrong at every call
 _MIX = -4417276706812531889
 
 
@@ -73,11 +74,23 @@ class LiveJudge:
     each op (1: all). A judged call costs what the reference costs, far more than the kernel.
     """
 
-    def __init__(self, contracts: Mapping[str, OpContract], *, every: int = 1) -> None:
-        """Raises ContractError for `every` below 1."""
+    def __init__(
+        self,
+        contracts: Mapping[str, OpContract],
+        *,
+        every: int = 1,
+        most_bytes: int | None = None,
+        tell: Callable[[BadCall], None] = lambda bad: None,
+    ) -> None:
+        """`tell` hears each bad call; calls with more input than `most_bytes` are `skipped`.
+
+        Raises ContractError for `every` below 1.
+        """
         if every < 1:
             raise ContractError("a judge looks at one call in so many", got=every, wanted=">= 1")
         self._contracts, self._every = contracts, every
+        self._most_bytes, self._tell = most_bytes, tell
+        self.skipped: dict[str, int] = {}
         self.layer: int | None = None
         self.bad: list[BadCall] = []
         self.judged: dict[str, int] = {}
@@ -97,12 +110,21 @@ class LiveJudge:
             if number % self._every:
                 return run(*positional, **named)
             handed = dict(zip(names, positional, strict=False)) | named
+            if self._is_too_large(handed):
+                self.skipped[op] = self.skipped.get(op, 0) + 1
+                return run(*positional, **named)
             before = {n: v.clone() if isinstance(v, Tensor) else v for n, v in handed.items()}
             result = run(*positional, **named)
             self._judge(contract, number, before, handed, result)
             return result
 
         return watched
+
+    def _is_too_large(self, handed: Args) -> bool:
+        if self._most_bytes is None:
+            return False
+        tensors = [v for v in handed.values() if isinstance(v, Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors) > self._most_bytes
 
     def _judge(
         self, contract: OpContract, number: int, before: Args, handed: Args, result: Any
@@ -130,7 +152,9 @@ class LiveJudge:
                     worst=verdict.worst,
                     index=verdict.index,
                 )
-                self.bad.append(bad)
+                if len(self.bad) < _MOST_BAD:
+                    self.bad.append(bad)
+                self._tell(bad)
                 return
 
 

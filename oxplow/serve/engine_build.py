@@ -48,6 +48,7 @@ from oxplow.serve.machine import available_memory_bytes, devices_that_answer, ph
 from oxplow.serve.mask import MaskFactory
 from oxplow.serve.model_files import ModelFiles, read_model_files
 from oxplow.serve.session_jobs import session_job
+from oxplow.serve.shadow import shadowed
 from oxplow.trace import EventRing
 
 __all__ = ["ServedCore", "build_core"]
@@ -67,7 +68,7 @@ def build_core(settings: EngineSettings) -> Core:
     # The front and the workers need a core too; a number that was asked for is kept.
     threads = runtime.compute.threads or max(1, decided.threads - 1)
     torch.set_num_threads(threads)
-    ops = chosen_kernels(decided, runtime)
+    ops, judge = shadowed(chosen_kernels(decided, runtime), runtime.trace.shadow_every)
     widened = _weight_dtype(directory, decided)
     load = LoadOptions(block_size=decided.block_size_tokens, weight_dtype=widened)
     with told_progress(directory.name) as progress:
@@ -86,7 +87,8 @@ def build_core(settings: EngineSettings) -> Core:
         f"model: {directory.name}, at most {core.plan.max_model_len} tokens a request",
         f"compute: {decided.device}, {decided.activation_dtype}, {threads} thread(s)",
         f"weights: {'as stored' if widened is None else 'widened to float32'}",
-        f"kernels: {_kernel_line(ops)}",
+        f"kernels: {_kernel_line(ops)}"
+        + (f", one call in {runtime.trace.shadow_every} judged" if judge else ""),
     )
     return ServedCore(core, files, (*head, *core.plan.lines()))
 
