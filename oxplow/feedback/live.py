@@ -51,6 +51,17 @@ def observed_table(table: OpTable, wrap: Callable[[str, Run], Run]) -> OpTable:
     return OpTable(kernels, table.explain(), table.facts)
 
 
+def _bound(contract: OpContract, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Args:
+    """Return a call's arguments by the contract's names. Raises ContractError for others."""
+    names = (*contract.inputs, *contract.scalars)
+    stray = sorted(set(named) - set(names))
+    if stray or len(positional) > len(names):
+        raise ContractError(
+            f"{contract.name}: a call does not fit", got=stray or len(positional), wanted=names
+        )
+    return dict(zip(names, positional, strict=False)) | dict(named)
+
+
 # The judge: contracts on the inputs of a real run.
 
 
@@ -102,19 +113,18 @@ class LiveJudge:
         contract = self._contracts.get(op)
         if contract is None:
             return run
-        names = (*contract.inputs, *contract.scalars)
 
         def watched(*positional: Any, **named: Any) -> Any:
             number = self.seen.get(op, 0)
             self.seen[op] = number + 1
+            handed = _bound(contract, positional, named)
             if number % self._every:
-                return run(*positional, **named)
-            handed = dict(zip(names, positional, strict=False)) | named
+                return run(**handed)
             if self._is_too_large(handed):
                 self.skipped[op] = self.skipped.get(op, 0) + 1
-                return run(*positional, **named)
+                return run(**handed)
             before = {n: v.clone() if isinstance(v, Tensor) else v for n, v in handed.items()}
-            result = run(*positional, **named)
+            result = run(**handed)
             self._judge(contract, number, before, handed, result)
             return result
 
@@ -244,12 +254,11 @@ class CallLog:
         contract = self.contracts.get(op)
         if contract is None:
             return run
-        names = (*contract.inputs, *contract.scalars)
 
         def recorded(*positional: Any, **named: Any) -> Any:
-            handed = dict(zip(names, positional, strict=False)) | named
+            handed = _bound(contract, positional, named)
             inputs = {n: fingerprint(v) for n, v in handed.items() if isinstance(v, Tensor)}
-            result = run(*positional, **named)
+            result = run(**handed)
             values = () if result is None else result if isinstance(result, tuple) else (result,)
             outputs = dict(zip(contract.outputs, map(fingerprint, values), strict=True))
             outputs |= {

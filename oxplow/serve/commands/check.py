@@ -17,6 +17,7 @@ from oxplow.serve.console import AsJson, report
 
 if TYPE_CHECKING:
     from oxplow.feedback.ladder import RungResult
+    from oxplow.feedback.record import RecordFile
 
 __all__ = ["register"]
 
@@ -49,10 +50,8 @@ def _check(
     """Check device, weights, ops, layers, cuts and requests, from the bottom up."""
     import torch
 
-    from oxplow.feedback.finding import Verdict
     from oxplow.feedback.ladder import climb
     from oxplow.feedback.record import RecordFile
-    from oxplow.feedback.report import write_report
     from oxplow.serve.devices import torch_device
     from oxplow.serve.model_files import default_model
     from oxplow.serve.rungs import Bringup
@@ -68,31 +67,44 @@ def _check(
     rungs = bringup.rungs()
     chain = None if record is None else RecordFile(record)
     results = climb(rungs, keep_on=keep_on, tell=_tell)
-    findings = [f for r in results for f in r.findings]
-    if chain is not None:
-        for finding in findings:
-            chain.append("finding", finding.row())
-    if page is not None:
-        profile = bringup.profile[0].row() if bringup.profile else {}
-        write_report(findings, page, "oxplow check", {"model": model, **profile})
-    verdicts = {r.verdict for r in results}
-    is_red = Verdict.FAIL in verdicts
-    is_unsure = bool(verdicts & {Verdict.INVALID, Verdict.INCONCLUSIVE})
+    profile = bringup.profile[0].row() if bringup.profile else None
+    _keep(results, chain, page, {"model": model, **(profile or {})})
+    code = _code(results)
     report(
         ("rung", "verdict", "seconds", "what was seen", "where, and how to see it again"),
         [_row(r) for r in results],
         title=f"Bring-up of {model} on {device}",
         record={
-            "verdict": "fail" if is_red else "unsure" if is_unsure else "pass",
+            "verdict": {0: "pass", 1: "fail"}.get(code, "unsure"),
             "rungs": [r.row() for r in results],
             "not_climbed": [r.name for r in rungs[len(results) :]],
-            "device_profile": bringup.profile[0].row() if bringup.profile else None,
+            "device_profile": profile,
             "seconds": round(sum(r.seconds for r in results), 2),
         },
         as_json=as_json,
     )
-    if is_red or is_unsure:
-        raise typer.Exit(1 if is_red else 3)
+    raise typer.Exit(code)
+
+
+def _keep(
+    results: list[RungResult],
+    chain: RecordFile | None,
+    page: Path | None,
+    facts: dict[str, object],
+) -> None:
+    from oxplow.feedback.report import write_report
+
+    findings = [f for r in results for f in r.findings]
+    if chain is not None:
+        for finding in findings:
+            chain.append("finding", finding.row())
+    if page is not None:
+        write_report(findings, page, "oxplow check", facts)
+
+
+def _code(results: list[RungResult]) -> int:
+    said = {r.verdict.value for r in results}
+    return 1 if "fail" in said else 3 if said - {"pass"} else 0
 
 
 def _tell(result: RungResult) -> None:
