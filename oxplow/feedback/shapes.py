@@ -162,6 +162,10 @@ def grown_case(contract: OpContract, case: Case, enough: Callable[[Args], bool])
     axes = [a for a in free_axes(contract) if known.get(a, 0) > 0]
     for chosen in (axes, *([a] for a in axes)):
         for power in range(14):
+            if _elements(contract, known, dict.fromkeys(chosen, 2**power)) > _LARGEST:
+                if chosen is axes:
+                    return None  # they do grow together, and even so it is not enough
+                break
             sizes = {a: known[a] * 2**power for a in chosen}
             g = torch.Generator().manual_seed(0)
             try:
