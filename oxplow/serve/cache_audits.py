@@ -213,6 +213,9 @@ def handover(bench: Workbench) -> list[Wrong]:
                 taken.append(manifest)
 
     whole = run(source, [ask("one", text, tokens)], after_step=keep)["one"].token_ids
+    if not taken:
+        locus = Locus(component="engine.core", op="step", parameter="progress")
+        return [(locus, f"the request ended after {len(whole)} of {tokens} tokens")]
     target = bench.core()
     target.adopt(taken[0])
     rest = run(target, [])["one"].token_ids
