@@ -27,6 +27,7 @@ from oxplow.feedback.ladder import Rung
 from oxplow.feedback.segments import SegmentSweep, segment_finding
 from oxplow.feedback.semantics import DeviceProfile, probe_semantics
 from oxplow.ops.affine import PRODUCTS, Chain, Form, choose_product
+from oxplow.ops.table import Kernel
 from oxplow.serve.audits import AUDITS, audit
 from oxplow.serve.engine_cuts import WAYS, DeterministicBench, way_finding
 from oxplow.serve.model_probes import (
@@ -90,6 +91,10 @@ class Bringup:
         if self.seed:
             words += ["--seed", str(self.seed)]
         return shlex.join([*words, *(["--quick"] if self.quick else [])])
+
+    def kernel(self, op: str) -> Kernel:
+        """Return the kernel that the rungs judge for `op`."""
+        return self._target.table().kernels[op]
 
     @property
     def _part(self) -> str:

@@ -17,7 +17,7 @@ from oxplow.serve.console import AsJson, report
 
 if TYPE_CHECKING:
     from oxplow.feedback.ladder import RungResult
-    from oxplow.feedback.record import RecordFile
+    from oxplow.serve.rungs import Bringup
 
 __all__ = ["register"]
 
@@ -45,13 +45,15 @@ def _check(
     page: Annotated[
         Path | None, typer.Option("--report", help="Write an HTML page with plots.")
     ] = None,
+    shrunk: Annotated[
+        Path | None, typer.Option("--shrink", help="Write a red op's smallest failing call here.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check device, weights, ops, layers, cuts and requests, from the bottom up."""
     import torch
 
     from oxplow.feedback.ladder import climb
-    from oxplow.feedback.record import RecordFile
     from oxplow.serve.devices import torch_device
     from oxplow.serve.model_files import default_model
     from oxplow.serve.rungs import Bringup
@@ -65,10 +67,10 @@ def _check(
         only=only,
     )
     rungs = bringup.rungs()
-    chain = None if record is None else RecordFile(record)
     results = climb(rungs, keep_on=keep_on, tell=_tell)
+    smallest = _shrink(results, bringup, shrunk)
     profile = bringup.profile[0].row() if bringup.profile else None
-    _keep(results, chain, page, {"model": model, **(profile or {})})
+    _keep(results, record, page, {"model": model, **(profile or {})})
     code = _code(results)
     report(
         ("rung", "verdict", "seconds", "what was seen", "where, and how to see it again"),
@@ -79,6 +81,7 @@ def _check(
             "rungs": [r.row() for r in results],
             "not_climbed": [r.name for r in rungs[len(results) :]],
             "device_profile": profile,
+            "shrunk": smallest,
             "seconds": round(sum(r.seconds for r in results), 2),
         },
         as_json=as_json,
@@ -88,18 +91,44 @@ def _check(
 
 def _keep(
     results: list[RungResult],
-    chain: RecordFile | None,
+    record: Path | None,
     page: Path | None,
     facts: dict[str, object],
 ) -> None:
+    from oxplow.feedback.record import RecordFile
     from oxplow.feedback.report import write_report
 
+    chain = None if record is None else RecordFile(record)
     findings = [f for r in results for f in r.findings]
     if chain is not None:
         for finding in findings:
             chain.append("finding", finding.row())
     if page is not None:
         write_report(findings, page, "oxplow check", facts)
+
+
+def _shrink(results: list[RungResult], bringup: Bringup, path: Path | None) -> str | None:
+    """Write the smallest failing call of the op that a red rung names; return how to run it."""
+    if path is None:
+        return None
+    import shlex
+
+    from oxplow.contracts import CONTRACTS
+    from oxplow.feedback.shrink import repro_file, shrink
+
+    red = next((r.decisive for r in results if r.verdict.value == "fail"), None)
+    op = "" if red is None else red.locus.op
+    if op not in CONTRACTS:
+        sys.stderr.write("nothing to shrink: no op is blamed\n")
+        return None
+    kernel = bringup.kernel(op)
+    found = shrink(CONTRACTS[op], kernel.run, seed=bringup.seed, device=bringup.device)
+    if found is None:
+        sys.stderr.write(f"nothing to shrink: {op} fails on no case whose inputs are frozen\n")
+        return None
+    path.write_text(repro_file(found, f"kernel:{kernel.name}", str(bringup.device)))
+    sys.stderr.write(f"{op}: {found.elements_before} elements shrank to {found.elements_after}\n")
+    return f"python {shlex.quote(str(path))}"
 
 
 def _code(results: list[RungResult]) -> int:
