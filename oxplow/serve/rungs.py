@@ -23,6 +23,7 @@ from oxplow.contracts.schema import Case, CaseKind
 from oxplow.errors import ConfigError
 from oxplow.feedback.finding import Effect, Finding, Locus, Verdict
 from oxplow.feedback.gate import examine
+from oxplow.feedback.growth import SWEEPS, growth_finding
 from oxplow.feedback.ladder import Rung
 from oxplow.feedback.segments import SegmentSweep, segment_finding
 from oxplow.feedback.semantics import DeviceProfile, probe_semantics
@@ -64,6 +65,7 @@ class Bringup:
             ("embedding", "rows are the stored rows", self._embedding),
             ("ops", "every kernel keeps its contract", self._ops),
             ("segments", "KDA states folded over segments are those of one piece", self._segments),
+            ("growth", "errors grow with length and position as they must", self._growth),
             ("layers", "every op of a forward pass keeps its contract at work", self._layers),
             ("repeat", "the same inputs give the same bits", self._repeat),
             ("cuts", "prefill = decode, in any pieces, within the law", self._cuts),
@@ -222,6 +224,20 @@ class Bringup:
             )
             for name in self._chosen(list(chains), ["chosen"])
             if self._part or name == "chosen"
+        ]
+
+    def _growth(self) -> list[Finding]:
+        """Fit the growth of errors on the kernels that this device gets."""
+        draws = 3 if self.quick else 7
+        return [
+            growth_finding(
+                CONTRACTS[name],
+                self.kernel(name).run,
+                replace(SWEEPS[name], draws=draws, device=self.device),
+                seed=self.seed,
+                repro=self.repro("growth", name),
+            )
+            for name in self._chosen(list(SWEEPS), list(SWEEPS))
         ]
 
     def _layers(self) -> list[Finding]:
