@@ -1,6 +1,8 @@
 """Settings that every test shares: offline, one hypothesis profile, devices looked at once."""
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ settings.load_profile("oxplow")
 # Modules of many seconds: whole suites of bit comparisons, processes and media. `make quick` skips
 # them; the ops keep their float32 conformance there.
 SLOW_MODULES = {
+    "faults/test_trials.py",
     "feedback/test_attribute.py",
     "feedback/test_attribute_off.py",
     "feedback/test_bench_op.py",
@@ -28,6 +31,9 @@ SLOW_MODULES = {
     "feedback/test_gate.py",
     "feedback/test_isolate.py",
     "feedback/test_isolate_shapes.py",
+    "feedback/test_segments.py",
+    "feedback/test_shrink.py",
+    "feedback/test_starvation.py",
     "model/test_nano.py",
     "ops/test_invariance_dense.py",
     "ops/test_invariance_hyper.py",
@@ -42,12 +48,29 @@ SLOW_MODULES = {
     "ops/test_vision.py",
     "serve/test_agent_apis.py",
     "serve/test_chat_api.py",
+    "serve/test_check.py",
     "serve/test_images.py",
     "serve/test_pictures_api.py",
     "serve/test_process.py",
+    "serve/test_quarantine.py",
+    "serve/test_sessions.py",
+    "serve/test_slices.py",
     "serve/test_streams.py",
+    "serve/test_text.py",
     "serve/test_video.py",
+    "serve/test_workers.py",
 }
+
+
+@pytest.fixture(autouse=True)
+def _log_handlers_end_with_the_test() -> Iterator[None]:
+    """Take away handlers that a test left: their stream is closed, the next test would see that."""
+    loggers = (logging.getLogger(), logging.getLogger("oxplow"))
+    before = [list(logger.handlers) for logger in loggers]
+    yield
+    for logger, kept in zip(loggers, before, strict=True):
+        for handler in [h for h in logger.handlers if h not in kept]:
+            logger.removeHandler(handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,7 +17,9 @@ NO_SERVER = ("--url", "http://127.0.0.1:9")
 CALLS: dict[str, tuple[str, ...]] = {
     "batch": ("IN", "OUT", "--model", "MODEL"),
     "bench decode": NOWHERE,
+    "bench op": ("rms_norm", "--device", "none"),
     "bench prefill": NOWHERE,
+    "bench sweep": ("prefill_tokens", *NOWHERE),
     "calibrate": ("--device", "none", "--folder", "FOLDER"),
     "chat": ("--model", "MODEL"),
     "config": ("--show",),
