@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from oxplow.model.layers import JoinedLinear, take_linear
+from oxplow.model.pages import trim
 from oxplow.model.spec import FfnKind, TextSpec
 from oxplow.model.weights import FP8_BLOCK, Checkpoint, Matrix
 from oxplow.ops.table import OpTable
@@ -59,15 +60,18 @@ class MoeFfn:
         )
         gate, up, down = moe.projections
         experts = [f"{prefix}.experts.{e}" for e in range(moe.num_experts)]
+        # `down` first: laying it out takes a second copy, which must not stand beside all the rest.
+        self._down = source.stacked([f"{e}.{down}.weight" for e in experts], text.hidden, moe.width)
+        if self._down.scale is None:
+            self._down = Matrix(ops.lay("experts", "down", self._down.values))
+            trim()
         self._gate_up = _pairs(
             source.stacked(
                 [f"{e}.{p}.weight" for e in experts for p in (gate, up)], moe.width, text.hidden
             )
         )
-        self._down = source.stacked([f"{e}.{down}.weight" for e in experts], text.hidden, moe.width)
         if self._gate_up.scale is None:
             self._gate_up = Matrix(ops.lay("experts", "gate_up", self._gate_up.values))
-            self._down = Matrix(ops.lay("experts", "down", self._down.values))
         self._shared = DenseFfn(
             ops,
             source,

@@ -5,6 +5,7 @@ Invariant: when the block ends, the thread, the engine and the workers have ende
 """
 
 import asyncio
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -115,3 +116,11 @@ def events(response: httpx.Response) -> list[str]:
     """Return the data of each event of a finished stream, comments left out."""
     lines = response.text.splitlines()
     return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+
+
+def hear_interrupts() -> None:
+    """Let a child hear Ctrl-C although a shell started the tests in the background.
+
+    Such a shell has interrupts ignored, and children inherit that. For `preexec_fn`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

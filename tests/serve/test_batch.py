@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from oxplow.errors import CapacityError, ConfigError, OxplowError, RequestError
 from oxplow.serve import cli
 from oxplow.serve.batch import BatchItem, BatchReport, read_answers, read_items, run_batch
+from tests.serve.running import hear_interrupts
 from tests.serve.test_streams import wait_for
 
 LINES = [
@@ -186,6 +187,7 @@ def test_without_a_terminal_progress_comes_in_lines_and_an_interrupt_says_how_to
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=hear_interrupts,
     )
     assert wait_for(lambda: output.exists() and output.read_text().count("\n") >= 2, 60)
     run.send_signal(signal.SIGINT)

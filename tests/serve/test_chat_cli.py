@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from oxplow.serve import cli
+from tests.serve.running import hear_interrupts
 
 
 @pytest.mark.usefixtures("scripted")
@@ -131,6 +132,7 @@ class Terminal:
             [sys.executable, "-c", SCRIPTED_MAIN, *args],
             stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb", "NO_COLOR": "1"},
+            preexec_fn=hear_interrupts,
         )  # fmt: skip
         os.close(slave)
         os.set_blocking(self.master, False)

@@ -48,11 +48,14 @@ def test_one_object_does_it_all(model_dir: Path) -> None:
 
 @pytest.mark.usefixtures("scripted")
 def test_an_interrupt_ends_a_stream_and_leaves_the_model_usable(model_dir: Path) -> None:
+    # a shell that starts the tests in the background has interrupts ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with LLM(model_dir) as llm:
         timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             list(llm.stream("@slow:0.02@</think>" + "x" * 300))
+        signal.signal(signal.SIGINT, before)
         assert llm._open.engine.num_open == 0
         assert llm.generate("ok") == ["ok"]
 
