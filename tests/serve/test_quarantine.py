@@ -170,15 +170,21 @@ def test_a_fingerprint_is_the_content_and_needs_no_pixels() -> None:
     assert fingerprint(one) != fingerprint(work("a", 1, pictures=(picture,), params=other))
 
 
-def test_a_poison_is_not_tried_a_third_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("poison", "tries"), [("@die@", {2}), ("</think>half@die@", {2, 3})])
+def test_a_poison_stops_the_engine_only_so_often(
+    tmp_path: Path, poison: str, tries: set[int]
+) -> None:
+    """Twice; one that gives tokens first may pass its trial by them, and gets a third."""
     folder = write_model_files(tmp_path)
     with running(options(folder, is_inprocess=False)) as server:
-        for _ in range(2):
-            assert server.chat("</think>half@die@").status_code == 503
+        deaths = 0
+        while (answer := server.chat(poison)).status_code == 503:
+            deaths += 1
+            assert deaths <= max(tries)
             while server.client.get("/ready").status_code != 200:
                 pass
-        refused = server.chat("</think>half@die@")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "quarantined")
+        assert deaths in tries
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "quarantined")
         assert server.chat("</think>fine").status_code == 200
 
 

@@ -8,12 +8,12 @@ replaced, at growing intervals where it keeps stopping; nothing of it is left af
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import shutil
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _CALM_S = 60.0  # a child that lived so long starts over with the first pause
 _LEAVE_S = 10.0
+_SEND_AGAIN_S = 0.005
 
 
 class ProcessTransport:
@@ -43,6 +44,7 @@ class ProcessTransport:
         self._context = zmq.asyncio.Context()
         self._plain = zmq.Context()
         self._commands: zmq.Socket[bytes] | None = None
+        self._unsent: deque[bytes] = deque()
         self._child: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -64,10 +66,22 @@ class ProcessTransport:
     def send(self, command: Command) -> None:
         """Send a command; dropped while no child lives."""
         if self._commands is not None:
-            # The queue is unbounded, but without a child at its other end a send would wait: such
-            # a command has nobody to do it, and the event loop must not stand still.
-            with contextlib.suppress(zmq.Again):
-                self._commands.send(encode(command), zmq.NOBLOCK)
+            self._unsent.append(encode(command))
+            if len(self._unsent) == 1:
+                self._flush(self._commands)
+
+    def _flush(self, commands: zmq.Socket[bytes]) -> None:
+        """Send what waits. A child that has said that it started may not listen yet, and a send
+        would wait for it: the event loop must not stand still, so it is tried again soon.
+        """
+        if commands is not self._commands:
+            return  # that child has ended
+        try:
+            while self._unsent:
+                commands.send(self._unsent[0], zmq.NOBLOCK)
+                self._unsent.popleft()
+        except zmq.Again:
+            asyncio.get_running_loop().call_later(_SEND_AGAIN_S, self._flush, commands)
 
     async def close(self) -> None:
         """Give the child ten seconds to leave, then end it; one that still loads is ended now."""
@@ -136,6 +150,7 @@ class ProcessTransport:
                 reader.cancel()
             self._commands.close(linger=0)
             self._commands = None
+            self._unsent.clear()
             events.close(linger=0)
             shutil.rmtree(folder, ignore_errors=True)
 
