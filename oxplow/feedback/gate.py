@@ -11,7 +11,7 @@ it into one of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -27,7 +27,7 @@ from oxplow.feedback.watch import ProcessWatch
 
 _OTHER_SEED = 7919
 """Added to the seed for the second set of values: far from the few seeds that callers use."""
-ROW_PADDING = 3
+_ROW_PADDING = 3
 """Elements between rows in the strided layout: odd, so that rows are unaligned."""
 
 
@@ -132,7 +132,8 @@ def examine(
     ]
     reason, tensor, detail, worst = Reason.PASSED, "", "", 0.0
     try:
-        worst = _run_all(caller, device, *plans)
+        for error in errors_of(caller.call, *plans):
+            worst = max(worst, error)
     except Stop as stop:
         reason, tensor, detail, worst = stop.reason, stop.tensor, stop.detail, stop.worst
     return Finding(
@@ -145,7 +146,7 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def fences_of(
+def _fences_of(
     contract: OpContract, args: Args, device: torch.device | None, padding: int = 0
 ) -> dict[str, Fence]:
     """Copy every tensor behind guards; `padding` spreads the rows of what ops only read."""
@@ -197,12 +198,16 @@ class Caller:
     ) -> None:
         self._contract, self._run, self._device = contract, run, device
         self._given: list[Tensor] = []  # kept alive, so that no honest output can share their place
+        self._last: tuple[Args, dict[str, Fence]] | None = None
 
-    def call(self, args: Args, fences: dict[str, Fence]) -> dict[str, Tensor]:
-        """Call the candidate on the fenced copies; return outputs and mutated tensors on the CPU.
+    def call(self, args: Args, how: str) -> dict[str, Tensor]:
+        """Call the candidate on fenced copies; return outputs and mutated tensors on the CPU.
 
-        Raises Stop for whatever it did that it may not.
+        `how` is "fresh", "refill" (other values in the memory of the call before, where the form
+        allows) or "padded" (rows apart). Raises Stop for whatever it did that it may not.
         """
+        fences = self._fences(args, how)
+        self._last = (args, fences)
         handed = {n: fences[n].handed if n in fences else v for n, v in args.items()}
         result, allocations = self._watched(handed)
         outputs = _named_outputs(self._contract, args, result, self._device)
@@ -227,6 +232,14 @@ class Caller:
         kept = (*outputs.items(), *mutated.items())
         return {n: v.detach().clone(memory_format=torch.contiguous_format).cpu() for n, v in kept}
 
+    def _fences(self, args: Args, how: str) -> dict[str, Fence]:
+        if how != "refill" or self._last is None or not _same_forms(self._last[0], args):
+            padding = _ROW_PADDING if how == "padded" else 0
+            return _fences_of(self._contract, args, self._device, padding)
+        for name, fence in self._last[1].items():
+            fence.refill(args[name])
+        return self._last[1]
+
     def collect(self, args: Args, result: object) -> dict[str, Tensor]:
         """Return what a call without guards gave and mutated. Raises Stop for its form."""
         outputs = _named_outputs(self._contract, args, result, self._device)
@@ -250,35 +263,30 @@ class Caller:
         return result, allocations
 
 
-def _run_all(caller: Caller, device: torch.device | None, plan: Truth, other: Truth) -> float:
-    """Judge both plans in several layouts and orders; return the worst error in bounds.
+Call = Callable[[Args, str], dict[str, Tensor]]
+"""A guarded call of one candidate, here or in its own process: see `Caller.call`."""
+
+
+def errors_of(call: Call, one: Truth, other: Truth) -> Iterator[float]:
+    """Judge both truths in several layouts and orders; yield the worst error of each call judged.
 
     Other values in the first call's memory show an answer kept by shape or by address; padded
-    rows show a kernel that takes every tensor for contiguous, as the model's are not.
+    rows show a kernel that takes every tensor for contiguous, as the model's are not. Raises Stop.
     """
-    contract = plan.contract
-    fences = fences_of(contract, plan.args, device)
-    first = caller.call(plan.args, fences)
-    worst = plan.judge(first)
-    if same_form(plan.args, other.args):
-        for name, fence in fences.items():
-            fence.refill(other.args[name])
-    else:
-        fences = fences_of(contract, other.args, device)
-    second = caller.call(other.args, fences)
-    worst = max(worst, other.judge(second))
-    spread = caller.call(other.args, fences_of(contract, other.args, device, ROW_PADDING))
-    if first_difference(second, spread) is not None:  # honest: another order of summation
-        worst = max(worst, other.judge(spread))
-    last = caller.call(plan.args, fences_of(contract, plan.args, device))
-    changed = first_difference(first, last)
+    first = call(one.args, "fresh")
+    yield one.judge(first)
+    second = call(other.args, "refill")
+    yield other.judge(second)
+    spread = call(other.args, "padded")
+    if _first_difference(second, spread) is not None:  # honest: another order of summation
+        yield other.judge(spread)
+    changed = _first_difference(first, call(one.args, "fresh"))
     if changed is not None:
         detail = "a later call on the same inputs gave other bits"
         raise Stop(Reason.UNREPEATABLE, changed, detail)
-    return worst
 
 
-def same_form(one: Args, other: Args) -> bool:
+def _same_forms(one: Args, other: Args) -> bool:
     """Tell whether two sets of arguments differ in values only."""
     return all(_same_form(one.get(n), other.get(n)) for n in {*one, *other})
 
@@ -289,7 +297,7 @@ def _same_form(one: object, other: object) -> bool:
     return not isinstance(one, Tensor) and not isinstance(other, Tensor)
 
 
-def first_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> str | None:
+def _first_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> str | None:
     """Return the first tensor whose bits or shape differ, None where all are equal."""
     for name, value in one.items():
         theirs = other[name]

@@ -30,8 +30,7 @@ from oxplow.contracts import CONTRACTS
 from oxplow.contracts.schema import Args, OpContract
 from oxplow.errors import ConfigError
 from oxplow.feedback.calibrate import settle
-from oxplow.feedback.fences import Fence
-from oxplow.feedback.gate import ROW_PADDING, Caller, Reason, Stop, fences_of, same_form
+from oxplow.feedback.gate import Caller, Reason, Stop
 from oxplow.ops.kernels import builtin_kernels
 
 __all__ = ["Isolated", "load_candidate"]
@@ -77,11 +76,7 @@ class Isolated:
         self._process.join()
 
     def call(self, args: Args, how: str) -> dict[str, Tensor]:
-        """Run one guarded call; return outputs and mutated tensors.
-
-        `how` is "fresh", "refill" (other values in the memory of the call before, where the form
-        allows) or "padded". Raises Stop.
-        """
+        """Run one guarded call, as `gate.Caller.call` does; return outputs and mutated tensors."""
         scalars, tensors = _split(args)
         self._send({"do": "call", "how": how, "scalars": scalars}, tensors)
         _, outputs = self._receive(self.deadline_s)
@@ -294,8 +289,6 @@ class _Served:
     def __init__(self, contract: OpContract, run: Callable[..., Any]) -> None:
         self._contract, self._run = contract, run
         self._caller = Caller(contract, run, None)
-        self._plain = Caller(contract, run, None)
-        self._last: tuple[Args, dict[str, Fence]] | None = None
         self._kept: dict[int, Args] = {}
         self._results: dict[int, object] = {}
 
@@ -303,7 +296,7 @@ class _Served:
         match header["do"]:
             case "call":
                 args = {**header["scalars"], **tensors}
-                return _pack({}, self._call(args, header["how"]))
+                return _pack({}, self._caller.call(args, header["how"]))
             case "keep":
                 self._kept[header["number"]] = {**header["scalars"], **tensors}
             case "time":
@@ -314,17 +307,5 @@ class _Served:
             case "fetch":
                 number = header["number"]
                 args = self._kept.pop(number)
-                return _pack({}, self._plain.collect(args, self._results.pop(number)))
+                return _pack({}, self._caller.collect(args, self._results.pop(number)))
         return _pack({}, {})
-
-    def _call(self, args: Args, how: str) -> dict[str, Tensor]:
-        fences: dict[str, Fence]
-        if how == "refill" and self._last is not None and same_form(self._last[0], args):
-            fences = self._last[1]
-            for name, fence in fences.items():
-                fence.refill(args[name])
-        else:
-            padding = ROW_PADDING if how == "padded" else 0
-            fences = fences_of(self._contract, args, None, padding)
-        self._last = (args, fences)
-        return self._caller.call(args, fences)
