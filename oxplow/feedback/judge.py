@@ -28,7 +28,9 @@ from oxplow.feedback.shapes import grown_case, held_out_case
 __all__ = ["Judgement", "Terms", "judge"]
 
 _FLOOR_SLACK = 0.8  # a profile made on a busy machine may lie a little high
-_WORTHWHILE_FLOOR_S = 1.5e-4  # under this the messages hide the work, and the alarm is blind
+_WORTHWHILE_FLOOR_S = 1.5e-4  # under this a clock sees nothing
+_WORTHWHILE_MESSAGES = 4  # round trips under a floor: fewer hide the work, and the alarm is blind
+_PINGS = 9
 _TIMED = 8
 _TOO_GOOD = 0.5  # of the baseline's time: a person looks at it
 _HARNESS = ("calibrate", "fences", "gate", "isolate", "judge", "measure", "shapes", "watch")
@@ -102,7 +104,7 @@ def judge(contract: OpContract, spec: str, terms: Terms | None = None) -> Judgem
                 progress.case, progress.dtype = case.name, dtype
                 _examine(child, contract, case, dtype, rng, progress)
                 judged.append(case.name)
-            timed = None if terms.profile is None else _timed_case(contract, terms.profile)
+            timed = None if terms.profile is None else _timed_case(contract, terms.profile, child)
             if terms.profile is not None and timed is not None:
                 progress.case, progress.dtype = timed.name, terms.dtypes[0]
                 seconds, floor = _time(child, contract, timed, terms, rng)
@@ -170,18 +172,31 @@ def _examine(
         progress.worst = max(progress.worst, error)
 
 
-def _timed_case(contract: OpContract, profile: MachineProfile) -> Case | None:
+def _timed_case(contract: OpContract, profile: MachineProfile, child: Isolated) -> Case | None:
     """Return an ordinary case grown until its floor stands out from the messages."""
+    least_s = max(_WORTHWHILE_FLOOR_S, _WORTHWHILE_MESSAGES * _message_seconds(child))
     for case in contract.cases:
         if case.kind is CaseKind.ORDINARY:
             grown = grown_case(
                 contract,
                 case,
-                lambda a: profile.floor(contract.cost(a)).seconds >= _WORTHWHILE_FLOOR_S,
+                lambda a: profile.floor(contract.cost(a)).seconds >= least_s,
             )
             if grown is not None:
                 return grown
     return None
+
+
+def _message_seconds(child: Isolated) -> float:
+    """Return the median of a message and its answer to a child that slept, as timed calls find it.
+
+    A child that is awake answers in half the time.
+    """
+    taken = []
+    for _ in range(_PINGS):
+        child.check_quiet()
+        taken.append(child.ping())
+    return sorted(taken)[_PINGS // 2]
 
 
 def _largest(contract: OpContract) -> Case:
