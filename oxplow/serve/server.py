@@ -28,7 +28,7 @@ from oxplow.errors import ConfigError, OxplowError
 from oxplow.serve.api.app import build_app
 from oxplow.serve.api.metrics import Metrics
 from oxplow.serve.api.service import Limits, Service
-from oxplow.serve.engine_port import Core, Work, pack_ids
+from oxplow.serve.engine_port import Accepted, Core, Work, pack_ids
 from oxplow.serve.engine_settings import EngineSettings
 from oxplow.serve.link.client import EngineClient, Transport
 from oxplow.serve.link.local import ThreadTransport
@@ -178,7 +178,8 @@ async def _first_answer(service: Service, began: float) -> float:
     ticket = service.engine.submit(work)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_FIRST_ANSWER_S):
-            while await ticket.next_deltas():
+            taken = isinstance(await ticket.admission, Accepted)  # nothing follows a refusal
+            while taken and await ticket.next_deltas():
                 continue
     service.engine.close_ticket(ticket)
     return time.monotonic() - began
