@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from oxplow.model.pages import page_out
 from oxplow.model.weights import FP8_BLOCK, Checkpoint, Matrix
 from oxplow.ops.table import OpTable
 
@@ -31,8 +30,6 @@ class Linear:
         self._ops = ops
         self._plain = weight.scale is None
         values = ops.lay("linear", "weight", weight.values) if self._plain else weight.values
-        if values.data_ptr() != weight.values.data_ptr():
-            page_out(weight.values)
         self.weight = Matrix(values, weight.scale)
         self.bias = bias
 
