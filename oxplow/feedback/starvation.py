@@ -26,7 +26,6 @@ __all__ = ["Lanes", "Load", "Prefill", "probe_transfer_starvation"]
 
 _GAP = 0.20  # of prefill: what users noticed
 _CLOSED = 0.05  # wall time against prefill alone, after the toggle
-_EXPOSED = 0.01  # of prefill: transfer time that nothing hides
 
 _keeps_lock = ctypes.PyDLL(None)
 _gives_lock_up = ctypes.CDLL(None)

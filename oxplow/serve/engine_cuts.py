@@ -13,16 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
-
-from oxplow.contracts import CONTRACTS
 from oxplow.engine.core import EngineCore
 from oxplow.engine.manifest import Manifest
 from oxplow.engine.request import Request, SamplingParams
 from oxplow.errors import ContractError, OxplowError
 from oxplow.feedback.finding import Effect, Finding, Locus, Verdict
-from oxplow.ops.kernels import builtin_kernels
-from oxplow.ops.table import Facts, OpTable, select
 from oxplow.serve.workbench import BLOCK, Answered, Workbench, ask, run
 
 __all__ = ["WAYS", "DeterministicBench", "way_finding"]
@@ -37,11 +32,7 @@ Answers = dict[str, Answered]
 class DeterministicBench(Workbench):
     """A bench on kernels whose bits depend neither on the batch nor on the split."""
 
-    @cached_property
-    def table(self) -> OpTable:
-        """The kernels of `--deterministic`."""
-        facts = Facts(device=torch.device("cpu"), dtype=torch.float32, invariant=True)
-        return select(builtin_kernels(), CONTRACTS, facts)
+    invariant: bool = True
 
     @cached_property
     def plain(self) -> Answers:
@@ -206,7 +197,7 @@ def _restarted(bench: DeterministicBench) -> Answers:
         part = _until(source, request, taken)
         manifest, done = taken[0]
         target = bench.core(blocks=96, slots=3)
-        target.adopt(_through_disk(manifest))
+        target.adopt(_copied(manifest))
         rest = run(target, [])[request.request_id]
         rest.token_ids = part.token_ids[:done] + rest.token_ids
         rest.logprobs = part.logprobs[:done] + rest.logprobs
@@ -233,7 +224,7 @@ def _until(core: EngineCore, request: Request, taken: list[tuple[Manifest, int]]
     return told
 
 
-def _through_disk(manifest: Manifest) -> Manifest:
+def _copied(manifest: Manifest) -> Manifest:
     """Return a manifest as another process would see it: equal content, other memory."""
     tensors = {name: value.clone() for name, value in manifest.tensors.items()}
     return replace(manifest, tensors=tensors)

@@ -14,7 +14,7 @@ from oxplow.contracts import CONTRACTS
 from oxplow.ops.kernels import builtin_kernels
 from oxplow.ops.table import Facts, OpTable, select
 
-__all__ = ["chosen_kernels", "kernel_facts"]
+__all__ = ["chosen_kernels", "kernel_facts", "plain_kernels"]
 
 
 def kernel_facts(decided: ResolvedConfig) -> Facts:
@@ -30,3 +30,11 @@ def chosen_kernels(decided: ResolvedConfig, runtime: RuntimeConfig) -> OpTable:
     """Select one kernel per op, wishes first. Raises KernelUnavailable with every refusal."""
     wishes = runtime.preferred_kernels()
     return select(builtin_kernels(), CONTRACTS, kernel_facts(decided), wishes)
+
+
+def plain_kernels(
+    device: torch.device, *, dtype: torch.dtype = torch.float32, invariant: bool = False
+) -> OpTable:
+    """Select for an instrument: no settings, no wishes. Raises KernelUnavailable."""
+    facts = Facts(device=device, dtype=dtype, invariant=invariant)
+    return select(builtin_kernels(), CONTRACTS, facts)

@@ -15,7 +15,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,11 +38,12 @@ from oxplow.model.caches import CacheTensors
 from oxplow.model.load import LoadOptions, load_model
 from oxplow.model.network import HybridModel
 from oxplow.model.step import SequenceRows, build_step
-from oxplow.ops.kernels import builtin_kernels
-from oxplow.ops.table import Facts, OpTable, select
+from oxplow.ops.table import OpTable
+from oxplow.serve.kernel_choice import plain_kernels
 
 __all__ = ["ModelUnderTest", "cut_findings", "judge_forward", "repeat_finding"]
 
+Run: TypeAlias = Callable[..., Any]
 _BLOCK = 16
 _FACTOR = 4.0  # standard deviations, as in the law of one op
 _POISON = float("nan")
@@ -55,19 +58,27 @@ class ModelUnderTest:
     invariant: bool = False
     seed: int = 0
 
+    @cached_property
     def table(self) -> OpTable:
-        """Select the kernels; raises KernelUnavailable."""
-        facts = Facts(device=self.device, dtype=torch.float32, invariant=self.invariant)
-        return select(builtin_kernels(), CONTRACTS, facts)
+        """The kernels under test; raises KernelUnavailable."""
+        return plain_kernels(self.device, invariant=self.invariant)
 
-    def load(self, table: OpTable | None = None) -> HybridModel:
-        """Load the model, on an observed table where one is given."""
+    @cached_property
+    def model(self) -> HybridModel:
+        """The model on those kernels."""
+        return self._load(self.table)
+
+    def observed(self, wrap: Callable[[str, Run], Run]) -> HybridModel:
+        """Return the model on the same kernels, each of them wrapped."""
+        return self._load(observed_table(self.table, wrap))
+
+    def _load(self, table: OpTable) -> HybridModel:
         options = LoadOptions(block_size=_BLOCK, with_vision=False, with_draft=False)
-        return load_model(self.directory, table or self.table(), options)
+        return load_model(self.directory, table, options)
 
-    def text(self, model: HybridModel, length: int) -> list[int]:
+    def text(self, length: int) -> list[int]:
         """Return random ordinary tokens from the seed."""
-        most = model.spec.text.vocab_size - 64  # special tokens stand at the end
+        most = self.model.spec.text.vocab_size - 64  # special tokens stand at the end
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randint(0, most, (length,), generator=generator).tolist()
 
@@ -141,12 +152,12 @@ def judge_forward(target: ModelUnderTest, length: int, repro: str) -> Finding:
     """Prefill `length` tokens, then decode two, every op call judged by its contract."""
     began = time.perf_counter()
     judge = LiveJudge(CONTRACTS)
-    model = target.load(observed_table(target.table(), judge.wrap))
+    model = target.observed(judge.wrap)
 
     def entering(layer: int) -> None:
         judge.layer = layer
 
-    text = target.text(model, length + 2)
+    text = target.text(length + 2)
     cut = Cut(name="", ends=(length // 2, length, length + 1, length + 2))
     logits_of(model, text, cut, target.device, entering)
     base = Finding(
@@ -166,12 +177,12 @@ def repeat_finding(target: ModelUnderTest, length: int, repro: str) -> Finding:
 
     def logged() -> list[Call]:
         log = CallLog(CONTRACTS)
-        model = target.load(observed_table(target.table(), log.wrap))
+        model = target.observed(log.wrap)
 
         def entering(layer: int) -> None:
             log.layer = layer
 
-        text = target.text(model, length)
+        text = target.text(length)
         logits_of(model, text, Cut(name="", ends=(length - 2, length - 1, length)), target.device,
                   entering)  # fmt: skip
         return log.calls
@@ -194,8 +205,8 @@ def cut_findings(target: ModelUnderTest, length: int, repro: str) -> list[Findin
     On kernels that promise equal bits, bits are demanded. Else the bound is the whole-model law.
     """
     began = time.perf_counter()
-    model = target.load()
-    text = target.text(model, length)
+    model = target.model
+    text = target.text(length)
     whole = logits_of(model, text, Cut(name="whole", ends=(length,)), target.device)
     bound = 0.0 if target.invariant else _allowed(target, model, text, whole)
     findings = []
@@ -259,7 +270,7 @@ def _allowed(
 ) -> float:
     """Return the whole-model law's bound on a logit, from three seeded nudges."""
     log = CallLog(CONTRACTS)
-    logged = target.load(observed_table(target.table(), log.wrap))
+    logged = target.observed(log.wrap)
     logits_of(logged, text[:2], Cut(name="", ends=(2,)), target.device)
     width = model.spec.text.hidden
     relative = UNIT_ROUNDOFF[torch.float32] * math.sqrt(width)

@@ -7,7 +7,6 @@ each command in a finding repeats that finding alone.
 
 from __future__ import annotations
 
-import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -22,9 +21,9 @@ from oxplow.contracts import CONTRACTS
 from oxplow.contracts.schema import Case, CaseKind
 from oxplow.errors import ConfigError
 from oxplow.feedback.finding import Effect, Finding, Locus, Verdict
-from oxplow.feedback.gate import examine
 from oxplow.feedback.growth import SWEEPS, growth_finding
 from oxplow.feedback.ladder import Rung
+from oxplow.feedback.op_check import OpWork, check_op
 from oxplow.feedback.segments import SegmentSweep, segment_finding
 from oxplow.feedback.semantics import DeviceProfile, probe_semantics
 from oxplow.ops.affine import PRODUCTS, Chain, Form, choose_product
@@ -96,7 +95,7 @@ class Bringup:
 
     def kernel(self, op: str) -> Kernel:
         """Return the kernel that the rungs judge for `op`."""
-        return self._target.table().kernels[op]
+        return self._target.table.kernels[op]
 
     @property
     def _part(self) -> str:
@@ -131,7 +130,7 @@ class Bringup:
                     fault = _blank(file.get_tensor(name))
                     if fault:
                         wrong.append((name, fault))
-        self._target.load()  # every stored tensor is accounted for, or a WeightError
+        _ = self._target.model  # every stored tensor is accounted for, or a WeightError
         base = Finding(
             probe="weights",
             verdict=Verdict.PASS,
@@ -150,7 +149,7 @@ class Bringup:
         return [replace(base, verdict=Verdict.FAIL, summary=told, locus=locus)]
 
     def _embedding(self) -> list[Finding]:
-        model = self._target.load()
+        model = self._target.model
         vocab = model.spec.text.vocab_size
         ids = torch.linspace(0, vocab - 1, min(_EMBEDDED, vocab)).long()
         got = model.embedding(ids.to(self.device)).float().cpu()
@@ -172,38 +171,13 @@ class Bringup:
         return [replace(base, verdict=Verdict.FAIL, summary=told, locus=locus)]
 
     def _ops(self) -> list[Finding]:
-        table = self._target.table()
         findings = []
         for op in self._chosen(list(CONTRACTS), list(CONTRACTS)):
-            began = time.perf_counter()
-            contract, kernel = CONTRACTS[op], table.kernels[op]
-            worst, checked = 0.0, 0
-            bad = None
-            for case in _cases(contract.cases, quick=self.quick):
-                seen = examine(
-                    contract, kernel.name, kernel.run, case, device=self.device, seed=self.seed
-                )
-                worst, checked = max(worst, seen.worst), checked + 1
-                if not seen.ok:
-                    bad = seen
-                    break
-            base = Finding(
-                probe=f"op:{op}",
-                verdict=Verdict.PASS,
-                summary=f"{kernel.name}: {checked} cases, worst error {worst:.3g} of its bound",
-                effect=Effect(
-                    name="error", value=worst if math.isfinite(worst) else 1e308, unit="bounds",
-                    bound=1.0, n=checked,
-                ),
-                excitation={"cases": checked, "dtype": "float32", "seed": self.seed},
-                repro=self.repro("ops", op),
-                cost_s=time.perf_counter() - began,
-            )  # fmt: skip
-            if bad is not None:
-                locus = Locus(component="ops", op=op, parameter=bad.tensor or bad.reason.value)
-                base = replace(base, verdict=Verdict.FAIL, summary=str(bad), locus=locus)
-            findings.append(base)
-            if bad is not None:
+            contract = CONTRACTS[op]
+            cases = _cases(contract.cases, quick=self.quick)
+            work = OpWork(contract, self.kernel(op), cases, device=self.device, seed=self.seed)
+            findings.append(check_op(work, f"op:{op}", self.repro("ops", op)))
+            if not findings[-1].ok:
                 break  # the rung is red; the other ops wait until this one is mended
         return findings
 
@@ -222,8 +196,7 @@ class Bringup:
                 chosen_because=reason if name == "chosen" else "",
                 device=self.device,
             )
-            for name in self._chosen(list(chains), ["chosen"])
-            if self._part or name == "chosen"
+            for name in (self._chosen(list(chains), ()) if self._part else ["chosen"])
         ]
 
     def _growth(self) -> list[Finding]:

@@ -18,17 +18,16 @@ from typing import Any
 import torch
 
 from oxplow.cache.plan import exact_plan
-from oxplow.contracts import CONTRACTS
 from oxplow.engine.core import EngineCore
 from oxplow.engine.events import ChoiceEnd, PromptDone, TokenOut
 from oxplow.engine.options import EngineOptions, MemoryOptions, SchedulerOptions
 from oxplow.engine.request import FinishReason, Request, SamplingParams
 from oxplow.engine.runner import trunk_components
 from oxplow.feedback.attribute import Breakdown, Measured, clocked_table
+from oxplow.feedback.live import observed_table
 from oxplow.feedback.load import Arrival, Felt, Trace
 from oxplow.model.load import LoadOptions, load_model
-from oxplow.ops.kernels import builtin_kernels
-from oxplow.ops.table import Facts, OpTable, select
+from oxplow.serve.kernel_choice import plain_kernels
 
 __all__ = ["WORK", "ArmSpec", "SpeedArms"]
 
@@ -93,15 +92,12 @@ class SpeedArms:
         nothing of other processes, and nothing of waiting either.
         """
         self._now = clock
-        facts = Facts(device=device, dtype=dtype)
-        chosen = select(builtin_kernels(), CONTRACTS, facts)
+        chosen = plain_kernels(device, dtype=dtype)
         self._plain = {op: kernel.run for op, kernel in chosen.kernels.items()}
         self._names = {op: kernel.name for op, kernel in chosen.kernels.items()}
         self._current = dict(self._plain)
-        switched = {
-            op: replace(kernel, run=self._switch(op)) for op, kernel in chosen.kernels.items()
-        }
-        self.table, self.clock = clocked_table(OpTable(switched, chosen.explain(), facts), clock)
+        switched = observed_table(chosen, lambda op, _: self._switch(op))
+        self.table, self.clock = clocked_table(switched, clock)
         load = LoadOptions(block_size=_BLOCK, with_vision=False, with_draft=False)
         self.model = load_model(directory, self.table, load)
         self._vocab = min(256, self.model.spec.text.vocab_size)

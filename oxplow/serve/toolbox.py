@@ -9,19 +9,18 @@ can be run alone by `oxplow diagnose --only NAME`, which is the command its find
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from oxplow.contracts import CONTRACTS
-from oxplow.contracts.schema import OpContract
 from oxplow.errors import ConfigError
 from oxplow.feedback.environment import capture, environment_finding
-from oxplow.feedback.finding import Effect, Finding, Locus, Verdict
-from oxplow.feedback.gate import Reason, examine
+from oxplow.feedback.finding import Finding, Locus, Verdict
+from oxplow.feedback.gate import examine
 from oxplow.feedback.hotspots import Profile, best_of_both, growth_finding
 from oxplow.feedback.offsets import check_offsets, has_pools
+from oxplow.feedback.op_check import OpWork, check_op
 from oxplow.feedback.policy import Instrument
 from oxplow.feedback.segments import SegmentSweep, segment_finding
 from oxplow.feedback.starvation import Prefill, probe_transfer_starvation
@@ -166,7 +165,10 @@ class BenchToolbox:
     # Instruments.
 
     def _op(self, op: str) -> list[Finding]:
-        return [check_op(CONTRACTS[op], self.bench, self._repro(f"ops:{op}"))]
+        contract, bench = CONTRACTS[op], self.bench
+        kernel, device = bench.table.kernels[op], bench.table.facts.device
+        work = OpWork(contract, kernel, contract.cases, device=device, seed=bench.seed)
+        return [check_op(work, "ops", self._repro(f"ops:{op}"))]
 
     def _offsets(self) -> list[Finding]:
         repro = self._repro("offsets")
@@ -299,47 +301,8 @@ class MetricsToolbox(BenchToolbox):
         )
 
 
-def check_op(contract: OpContract, bench: Workbench, repro: str) -> Finding:
-    """Examine the bound kernel on every case of its contract; stop at the first that fails."""
-    began = time.perf_counter()
-    kernel = bench.table.kernels[contract.name]
-    worst = 0.0
-    for case in contract.cases:
-        ruling = examine(contract, kernel.name, kernel.run, case, seed=bench.seed)
-        worst = max(worst, ruling.worst)
-        if ruling.ok:
-            continue
-        parameter = ruling.tensor or ruling.reason.value
-        return Finding(
-            probe="ops",
-            verdict=Verdict.FAIL,
-            summary=str(ruling),
-            locus=Locus(component="ops", op=contract.name, parameter=parameter),
-            effect=_effect(ruling.worst, ruling.reason),
-            excitation={"case": case.name, "seed": bench.seed, "note": case.note},
-            repro=repro,
-            cost_s=time.perf_counter() - began,
-            evidence={"kernel": kernel.name, "reason": ruling.reason.value},
-        )
-    return Finding(
-        probe="ops",
-        verdict=Verdict.PASS,
-        summary=f"{contract.name}: {len(contract.cases)} cases within the law",
-        effect=_effect(worst, Reason.PASSED),
-        excitation={"cases": len(contract.cases), "seed": bench.seed},
-        repro=repro,
-        cost_s=time.perf_counter() - began,
-    )
-
-
 def _whole(profile: Profile) -> float:
     return min(profile.totals) + min(profile.waits)
-
-
-def _effect(worst: float, reason: Reason) -> Effect | None:
-    if reason not in (Reason.PASSED, Reason.NUMERICS) or worst == float("inf"):
-        return None
-    return Effect(name="error", value=worst, unit="bounds", bound=1.0)
 
 
 def _cleared(failure: Finding, again: Finding) -> Finding:

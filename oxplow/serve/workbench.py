@@ -8,7 +8,7 @@ run reaches the next; kernels are selected at opening, so a bench sees what a se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,20 +17,20 @@ import torch
 
 from oxplow.cache.plan import exact_plan
 from oxplow.cache.prefix import PictureSpan
-from oxplow.contracts import CONTRACTS
 from oxplow.engine.core import EngineCore
 from oxplow.engine.events import ChoiceEnd, Event, PromptDone, TokenOut
 from oxplow.engine.options import EngineOptions, MemoryOptions, SchedulerOptions
 from oxplow.engine.request import FinishReason, Picture, Request, SamplingParams
 from oxplow.engine.runner import trunk_components
 from oxplow.errors import ContractError
+from oxplow.feedback.live import observed_table
 from oxplow.model.load import LoadOptions, load_model
 from oxplow.model.network import HybridModel
-from oxplow.ops.kernels import builtin_kernels
-from oxplow.ops.table import Facts, OpTable, select
+from oxplow.ops.table import OpTable
+from oxplow.serve.kernel_choice import plain_kernels
 from oxplow.trace import EventRing
 
-__all__ = ["BLOCK", "Answered", "Workbench", "Wrap", "ask", "greedy", "run", "with_ops"]
+__all__ = ["BLOCK", "Answered", "Workbench", "Wrap", "ask", "greedy", "run"]
 
 BLOCK = 16
 _MOST_STEPS = 5000
@@ -54,16 +54,18 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True)
 class Workbench:
-    """One checkpoint, opened; `seed` decides every prompt, picture and draw."""
+    """One checkpoint, opened; `seed` decides every prompt, picture and draw. `invariant` asks for
+    the kernels of `--deterministic`.
+    """
 
     directory: Path
     seed: int = 0
+    invariant: bool = False
 
     @cached_property
     def table(self) -> OpTable:
         """The kernels that this process would serve with."""
-        facts = Facts(device=torch.device("cpu"), dtype=torch.float32)
-        return select(builtin_kernels(), CONTRACTS, facts)
+        return plain_kernels(torch.device("cpu"), invariant=self.invariant)
 
     @cached_property
     def model(self) -> HybridModel:
@@ -97,7 +99,9 @@ class Workbench:
             ),
             memory=MemoryOptions(snapshot_tokens=BLOCK, answer_snapshot_tokens=BLOCK),
         )
-        table = with_ops(self.table, ops or {})
+        table = self.table
+        if ops:
+            table = observed_table(table, lambda op, run: ops[op](run) if op in ops else run)
         return EngineCore(self.model, table, plan, options, revision="bench", ring=ring)
 
     def prompt(self, length: int, number: int = 0) -> list[int]:
@@ -123,16 +127,6 @@ class Workbench:
     def takes_pictures(self) -> bool:
         """Tell whether the model has a vision tower."""
         return self.model.spec.vision is not None
-
-
-def with_ops(table: OpTable, wraps: Mapping[str, Wrap]) -> OpTable:
-    """Return a table in which some kernels are wrapped; the given one without wraps."""
-    if not wraps:
-        return table
-    kernels = dict(table.kernels)
-    for op, wrap in wraps.items():
-        kernels[op] = replace(kernels[op], run=wrap(kernels[op].run))
-    return OpTable(kernels, table.explain(), table.facts)
 
 
 def greedy(tokens: int) -> SamplingParams:

@@ -20,6 +20,16 @@ from oxplow.serve.engine_settings import EngineSettings
 from oxplow.serve.server import ServeOptions, http_server, open_service
 
 SCRIPTED = "tests.serve.scripted_core:build"
+SCRIPTED_MAIN = (
+    "import msgspec\n"
+    "import oxplow.serve.engine_settings as settings\n"
+    "make = settings.engine_settings\n"
+    "settings.engine_settings = lambda *given: msgspec.structs.replace(\n"
+    f"    make(*given), factory={SCRIPTED!r})\n"
+    "from oxplow.serve.cli import main\n"
+    "main()\n"
+)
+"""The program with a scripted engine, for `python -c`."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from oxplow.errors import CapacityError, ConfigError, OxplowError, RequestError
 from oxplow.serve import cli
 from oxplow.serve.batch import BatchItem, BatchReport, read_answers, read_items, run_batch
-from tests.serve.running import hear_interrupts
+from tests.serve.running import SCRIPTED_MAIN, hear_interrupts
 from tests.serve.test_streams import wait_for
 
 LINES = [
@@ -170,19 +170,10 @@ def test_without_a_terminal_progress_comes_in_lines_and_an_interrupt_says_how_to
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [{"prompt": f"@slow:0.05@{'x' * 12}"} for _ in range(60)]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    script = (
-        "import sys, msgspec\n"
-        "import oxplow.serve.engine_settings as settings\n"
-        "make = settings.engine_settings\n"
-        "settings.engine_settings = lambda *given: msgspec.structs.replace(\n"
-        "    make(*given), factory='tests.serve.scripted_core:build')\n"
-        "from oxplow.serve.cli import main\n"
-        "main()\n"
-    )
     args = ["batch", str(source), str(output), "--model", str(model_dir)]
     more = ["--concurrency", "1", "--progress-s", "1", "--json"]
     run = subprocess.Popen(
-        [sys.executable, "-c", script, *args, *more],
+        [sys.executable, "-c", SCRIPTED_MAIN, *args, *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

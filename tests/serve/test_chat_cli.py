@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from oxplow.serve import cli
-from tests.serve.running import hear_interrupts
+from tests.serve.running import SCRIPTED_MAIN, hear_interrupts
 
 
 @pytest.mark.usefixtures("scripted")
@@ -110,17 +110,6 @@ def test_a_kept_talk_goes_on_in_another_run(glm_oracle: Any, tmp_path: Path) -> 
     third = chat(model, "/load fox\nAnd then?\n/load never\n", *more)
     assert "computed anew" in third.stderr and "no such talk" in third.stderr
     assert len(told(third)) == 4
-
-
-SCRIPTED_MAIN = (
-    "import sys, msgspec\n"
-    "import oxplow.serve.engine_settings as settings\n"
-    "make = settings.engine_settings\n"
-    "settings.engine_settings = lambda *given: msgspec.structs.replace(\n"
-    "    make(*given), factory='tests.serve.scripted_core:build')\n"
-    "from oxplow.serve.cli import main\n"
-    "main()\n"
-)
 
 
 class Terminal:

@@ -18,7 +18,6 @@ from oxplow.engine.handover import HandOver
 from oxplow.engine.state import StateStore
 from oxplow.feedback.finding import Finding, Verdict
 from oxplow.feedback.record import read_records
-from oxplow.ops.kernels import builtin_kernels
 from oxplow.serve.cli import app
 from oxplow.serve.engine_cuts import WAYS, DeterministicBench, way_finding
 from oxplow.serve.model_probes import (
@@ -28,6 +27,7 @@ from oxplow.serve.model_probes import (
     repeat_finding,
 )
 from oxplow.serve.rungs import Bringup
+from tests.faults.swap import kernels_of
 from tests.oracles.fixtures import GlmBuilder
 
 CPU = torch.device("cpu")
@@ -37,27 +37,6 @@ Run = Callable[..., Any]
 @pytest.fixture(scope="module")
 def tiny(glm_oracle: GlmBuilder) -> Path:
     return glm_oracle(0)
-
-
-def _plant(monkeypatch: pytest.MonkeyPatch, op: str, make: Callable[[Run], Run]) -> None:
-    """Replace every kernel of an op, as a wrong build would."""
-    for kernel in builtin_kernels():
-        if kernel.op == op:
-            real = kernel.run
-            object.__setattr__(kernel, "run", make(real))
-            monkeypatch.setattr("oxplow.ops.kernels.builtin_kernels", builtin_kernels)
-            _UNDO.append((kernel, real))
-
-
-_UNDO: list[tuple[Any, Run]] = []
-
-
-@pytest.fixture(autouse=True)
-def _mended() -> Any:
-    yield
-    while _UNDO:
-        kernel, run = _UNDO.pop()
-        object.__setattr__(kernel, "run", run)
 
 
 def _verdicts(findings: list[Finding]) -> set[Verdict]:
@@ -73,23 +52,21 @@ def test_the_probes_of_the_model_pass(tiny: Path) -> None:
     assert _verdicts(cut_findings(exact, 37, "oxplow check")) == {Verdict.PASS}
 
 
-def test_a_fault_of_one_layer_is_found_there(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_one_layer_is_found_there(tiny: Path) -> None:
     def in_bfloat16(run: Run) -> Run:
         def wrong(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **named: Any) -> Any:
             return run(x.bfloat16().float(), weight, bias, **named)
 
         return wrong
 
-    _plant(monkeypatch, "router", in_bfloat16)
-    found = judge_forward(ModelUnderTest(directory=tiny, device=CPU), 24, "oxplow check")
+    with kernels_of("router", make=in_bfloat16):
+        found = judge_forward(ModelUnderTest(directory=tiny, device=CPU), 24, "oxplow check")
     assert found.verdict is Verdict.FAIL
     assert found.locus.op == "router"
     assert found.locus.layer is not None
 
 
-def test_a_state_that_is_not_carried_fails_the_cuts(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_is_not_carried_fails_the_cuts(tiny: Path) -> None:
     def forgetful(run: Run) -> Run:
         def wrong(*args: Any, **named: Any) -> Any:
             if "has_state" in named:
@@ -103,10 +80,11 @@ def test_a_state_that_is_not_carried_fails_the_cuts(
 
         return wrong
 
-    _plant(monkeypatch, "kda_prefill", forgetful)
     for invariant in (False, True):
         target = ModelUnderTest(directory=tiny, device=CPU, invariant=invariant)
-        found = {f.excitation["cut"]: f.verdict for f in cut_findings(target, 48, "oxplow check")}
+        with kernels_of("kda_prefill", make=forgetful):
+            told = cut_findings(target, 48, "oxplow check")
+        found = {f.excitation["cut"]: f.verdict for f in told}
         assert found["two pieces"] is Verdict.FAIL
         assert found["other places"] is Verdict.PASS
 
@@ -189,12 +167,13 @@ def test_an_unknown_rung_or_part_is_told(tiny: Path, only: str) -> None:
     assert told.exit_code != 0
 
 
-def test_the_repro_of_a_red_op_repeats_the_verdict(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _plant(monkeypatch, "swiglu", lambda run: lambda *a, **k: run(*a, **k) * (1 + 2.0**-10))
-    rungs = Bringup(directory=tiny, device=CPU, quick=True, only="ops").rungs()
-    red = [f for f in rungs[0].run() if f.verdict is Verdict.FAIL]
-    assert [f.locus.op for f in red] == ["swiglu"]
-    told = CliRunner().invoke(app, red[0].repro.split()[1:])
+def test_the_repro_of_a_red_op_repeats_the_verdict(tiny: Path) -> None:
+    def too_large(run: Run) -> Run:
+        return lambda *a, **k: run(*a, **k) * (1 + 2.0**-10)
+
+    with kernels_of("swiglu", make=too_large):
+        rungs = Bringup(directory=tiny, device=CPU, quick=True, only="ops").rungs()
+        red = [f for f in rungs[0].run() if f.verdict is Verdict.FAIL]
+        assert [f.locus.op for f in red] == ["swiglu"]
+        told = CliRunner().invoke(app, red[0].repro.split()[1:])
     assert told.exit_code == 1

@@ -15,7 +15,7 @@ import pytest
 
 from oxplow.serve.api.service import Limits
 from tests.serve.model_dir import ROOT
-from tests.serve.running import SCRIPTED, Running, events, options, running
+from tests.serve.running import SCRIPTED_MAIN, Running, events, options, running
 from tests.serve.test_streams import wait_for
 
 
@@ -80,18 +80,9 @@ def test_a_dead_engine_is_told_and_replaced(apart: Running) -> None:
 
 def start_program(model_dir: Path, grace_s: int) -> tuple[subprocess.Popen[str], str]:
     """Start the real program with a scripted engine and return it with its address."""
-    script = (
-        "from oxplow.serve import cli\n"
-        "import oxplow.serve.engine_settings as e\n"
-        "make = e.engine_settings\n"
-        "import msgspec\n"
-        "e.engine_settings = lambda *a: msgspec.structs.replace("
-        f"make(*a), factory={SCRIPTED!r})\n"
-        "cli.main()\n"
-    )
     args = ["serve", "--model", str(model_dir), "--port", "0", "--grace-s", str(grace_s), "--json"]
     program = subprocess.Popen(
-        [sys.executable, "-c", script, *args],
+        [sys.executable, "-c", SCRIPTED_MAIN, *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
